@@ -1,0 +1,1 @@
+"""Backends: everything that knows a make of chip, behind four contracts."""

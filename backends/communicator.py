@@ -1,0 +1,134 @@
+"""Communicator contract: collectives between the ranks of a group.
+
+Every operation returns a `Work`; order is program order, one FIFO per communicator. All ranks call
+the same operations in the same order. An operation that fails leaves the communicator unusable: the
+epoch is over.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from backends.errors import CommunicatorError
+
+
+class Work(ABC):
+    """A submitted collective. The tensors given to it may be used again once it is waited for."""
+
+    @abstractmethod
+    def wait_stream(self) -> None:
+        """Work asked of the chip from now on runs after the collective; the host does not wait."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks the host until it is done. Raises PeerLost or CommunicatorTimeout."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True once it finished, well or not; never blocks."""
+
+    @abstractmethod
+    def exception(self) -> CommunicatorError | None:
+        """What it failed with; None while running or after success."""
+
+
+class FinishedWork(Work):
+    """The work of a communicator that finishes each call before it returns."""
+
+    def wait_stream(self) -> None:
+        """Nothing is left to wait for."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Nothing is left to wait for."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def exception(self) -> CommunicatorError | None:
+        """Never: the call itself raised."""
+        return None
+
+
+class Communicator(ABC):
+    """The collectives of one group for one epoch.
+
+    Tensors are contiguous and on this rank's chip; results are bit-identical on every rank.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sums over the ranks, in place."""
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        """output[r] becomes rank r's tensor; output is [world_size, *tensor.shape]."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        """output becomes the sum over ranks of their tensor[rank]; tensor is [world_size, ...]."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Every rank's tensor becomes root's, in place."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int) -> Work:
+        """Sends to one rank, which must receive."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, peer: int) -> Work:
+        """Receives from one rank, in place."""
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Operations inside may be fused by dtype and operation; flushed at exit, in program order.
+
+        Default: nothing is fused.
+        """
+        yield
+
+    def abort(self) -> None:
+        """Makes pending operations fail soon, from any thread; default: they run to their deadline."""
+
+    def close(self) -> None:
+        """Ends the communicator; does not wait for other ranks."""
+
+
+class SingleRankCommunicator(Communicator):
+    """The communicator of a group of one chip: every operation is its own result."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """The sum of one rank is the tensor."""
+        return FinishedWork()
+
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        """Copies the tensor."""
+        output[0].copy_(tensor)
+        return FinishedWork()
+
+    def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        """Copies the tensor's only part."""
+        output.copy_(tensor[0])
+        return FinishedWork()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """The tensor is already root's."""
+        return FinishedWork()
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Work:
+        """There is no peer."""
+        raise CommunicatorError(f"rank {peer} does not exist in a group of one")
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Work:
+        """There is no peer."""
+        raise CommunicatorError(f"rank {peer} does not exist in a group of one")

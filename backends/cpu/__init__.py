@@ -1,0 +1,1 @@
+"""The cpu backend: a set of CPU cores is a chip."""

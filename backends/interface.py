@@ -1,0 +1,131 @@
+"""All the worker knows of a backend: the four contracts, and the runtime that opens them.
+
+Required of a new backend, over all classes: `Backend.device_type`, `Backend.enumerate_chips`,
+`BackendRuntime.open_device`, `Device.allocate`, `Device.copy`. Everything else has a default that is
+correct but slow, or raises a typed `UnsupportedOperation`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backends.communicator import Communicator, SingleRankCommunicator, Work
+from backends.device import CapturedProgram, Device, Fence, MemoryInfo
+from backends.errors import IncompatibleBackend
+from backends.gloo_communicator import GlooCommunicator, open_gloo_rendezvous
+from backends.kernel_table import KernelTable, bind_kernels
+from backends.memory import BatchRows, KVLayout, KVSpec, MemoryPool
+from backends.paged_pool import PagedMemoryPool, paged_layout
+from backends.plugin import Backend, BackendConfig, ChipDescription, load_object
+from kernels.reference import REFERENCE_IMPLEMENTATIONS
+from kernels.spec import BoundKV, Choice, Implementation, Requirement
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "BackendRuntime",
+    "BatchRows",
+    "BoundKV",
+    "CapturedProgram",
+    "ChipDescription",
+    "Choice",
+    "Communicator",
+    "Device",
+    "Fence",
+    "GroupPlace",
+    "KVLayout",
+    "KVSpec",
+    "KernelTable",
+    "MemoryInfo",
+    "MemoryPool",
+    "Requirement",
+    "Work",
+    "open_runtime",
+]
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """A rank's place in a group for one epoch; `key` is unique to the epoch."""
+
+    rank: int
+    world_size: int
+    key: str
+    deadline_s: float
+
+
+class BackendRuntime(ABC):
+    """A backend once torch may be imported. One instance per worker process."""
+
+    def __init__(self, backend: Backend, config: BackendConfig) -> None:
+        self.backend = backend
+        self.config = config
+
+    @abstractmethod
+    def open_device(self, chip: ChipDescription) -> Device:
+        """Opens a granted chip. Raises BackendUnavailable or DeviceError."""
+
+    def get_device(self, local_rank: int, granted: Sequence[ChipDescription]) -> Device:
+        """The chip at position `local_rank` of the granted ones, open."""
+        return self.open_device(granted[local_rank])
+
+    def kv_layout(self, spec: KVSpec) -> KVLayout:
+        """How a block of `spec` is laid out on this make of chip."""
+        return paged_layout(spec, self.backend.capabilities.block_alignment_bytes)
+
+    def create_memory_pool(self, device: Device, spec: KVSpec, capacity: int) -> MemoryPool:
+        """A pool of `capacity` blocks. Raises OutOfMemory."""
+        return PagedMemoryPool(device, spec, self.kv_layout(spec), capacity)
+
+    def implementations(self) -> Sequence[Implementation]:
+        """Own kernels, most preferred first; the reference is always behind them."""
+        return ()
+
+    def bind_kernels(self, requirements: Mapping[str, Requirement]) -> KernelTable:
+        """The kernel table of a model; see `backends.kernel_table.bind_kernels`."""
+        return bind_kernels([*self.implementations(), *REFERENCE_IMPLEMENTATIONS], requirements)
+
+    def fallback(self, operation: str, *arguments: Any) -> Any:  # noqa: ANN401 - any operation
+        """The reference's answer to an operation, for comparison and bring-up."""
+        references = {found.operation: found.function for found in REFERENCE_IMPLEMENTATIONS}
+        return references[operation](*arguments)
+
+    def open_rendezvous(self, place: GroupPlace) -> bytes:
+        """Called on rank 0 only: opens a meeting point; the bytes travel to the other ranks.
+
+        The meeting point lives until the communicator made from it is closed.
+        """
+        return open_gloo_rendezvous(place.deadline_s)
+
+    def create_communicator(
+        self, device: Device, place: GroupPlace, rendezvous: bytes
+    ) -> Communicator:
+        """The collectives of one epoch; blocks until all ranks are there.
+
+        Raises PeerLost or CommunicatorTimeout.
+        """
+        if place.world_size == 1:
+            return SingleRankCommunicator()
+        return GlooCommunicator(
+            device, place.rank, place.world_size, place.key, rendezvous, place.deadline_s
+        )
+
+    def dtype(self) -> torch.dtype:
+        """The dtype to compute in: the configured one, or the backend's own choice for `auto`."""
+        name = self.config.dtype
+        if name == "auto":
+            name = self.backend.capabilities.dtypes[0]
+        found = getattr(torch, name)
+        assert isinstance(found, torch.dtype)
+        return found
+
+
+def open_runtime(backend: Backend, config: BackendConfig) -> BackendRuntime:
+    """Imports the backend's runtime; call after `on_init`. Raises IncompatibleBackend."""
+    runtime_class = load_object(backend.runtime_module)
+    if not (isinstance(runtime_class, type) and issubclass(runtime_class, BackendRuntime)):
+        raise IncompatibleBackend(f"{backend.runtime_module!r} is not a BackendRuntime class")
+    return runtime_class(backend, config)

@@ -1,0 +1,1 @@
+"""Model architectures, written once over kernels and communicator."""

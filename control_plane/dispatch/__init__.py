@@ -1,0 +1,1 @@
+"""Third stage of a request: carry steps to the chip workers and results back."""

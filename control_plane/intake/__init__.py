@@ -1,0 +1,1 @@
+"""First stage of a request: validate, tokenize, and stream the answer back."""

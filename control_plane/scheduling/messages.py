@@ -1,0 +1,446 @@
+"""Everything that goes into the scheduling core (events) and comes out of it (effects).
+
+    intake    --Submit, Cancel, End-->        core  --Accepted, Tokens, Failed-->    intake
+    dispatch  --WorkerAttached, StepDone-->         --FormGroup, SendStep, ...-->    dispatch
+
+`core.handle(event, now) -> list[Effect]`; `now` is seconds of a monotonic clock. All records are
+frozen plain values, so that either side can move to another process.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from control_plane.errors import RequestError
+from control_plane.request import Request, Sampling
+
+# ---------------------------------------------------------------- the step
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request enters a slot: every id known so far (the rest follows as extensions), the index
+    from which ids are output, and the block table of the cached prefix."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    output_start: int
+    cached_count: int
+    block_ids: tuple[int, ...]
+    sampling: Sampling
+    wants_logprobs: bool = False
+    wants_logits: bool = False
+    adapter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A slot computes `tokens_count` tokens; `sampled`: and draws the next one."""
+
+    slot: int
+    tokens_count: int
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All a step says to the workers of a group.
+
+    Applied in the order of the fields: releases, admissions, extensions, new_blocks, rows.
+    extensions: (slot, ids) continuing an admission. new_blocks: (slot, block id), appended.
+    digest: of (slot, length, number of blocks, last block) of every occupied slot after the step,
+    see `state_digest`; None on steps that carry none.
+    """
+
+    group_id: str
+    epoch: int
+    step_id: int
+    releases: tuple[int, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    extensions: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    new_blocks: tuple[tuple[int, int], ...] = ()
+    rows: tuple[StepRow, ...] = ()
+    digest: int | None = None
+
+
+# ---------------------------------------------------------------- events from intake
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A validated request. Answered at once by Accepted or Failed."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client is gone or asked to stop; answered by Failed unless the request is unknown."""
+
+    request_id: str
+    reason: str = "cancelled by the client"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Intake found the end: the first `output_count` tokens are the answer. No effect follows."""
+
+    request_id: str
+    output_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Forget every cached block nobody references; answered by CacheFlushed."""
+
+
+# ---------------------------------------------------------------- events from dispatch
+
+
+class LossKind(Enum):
+    """How a worker was lost, as far as blame goes."""
+
+    STREAM = "stream"  # the stream broke: the process is gone
+    GOODBYE = "goodbye"  # it left on purpose
+    DEVICE = "device"  # it reported a fault of its own chip
+    PEER = "peer"  # it reported that another rank was lost
+    DIVERGED = "diverged"  # it refused a step
+    MODEL = "model"  # it cannot load the model
+    INTERNAL = "internal"  # an error in its own code
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker process as it introduced itself."""
+
+    worker_id: str
+    incarnation: int
+    pid: int
+    backend: str
+    device: str
+    dtype: str
+    model_digest: str
+    context_tokens: int
+    vocabulary_size: int
+    block_tokens_multiple: int = 1
+    term_highest: int = 0
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAttached:
+    """A worker said Hello; a newer incarnation replaces an older one of the same name."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousOpened:
+    """Rank 0 opened the meeting point of an epoch."""
+
+    worker_id: str
+    incarnation: int
+    epoch: int
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker loaded its shard and warmed up."""
+
+    worker_id: str
+    incarnation: int
+    epoch: int
+    blocks: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFaulted:
+    """A worker cannot go on in its epoch; its stream stays open."""
+
+    worker_id: str
+    incarnation: int
+    epoch: int
+    kind: LossKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's stream ended."""
+
+    worker_id: str
+    incarnation: int
+    kind: LossKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """A sampled row's outcome, in the order of the step's sampled rows.
+
+    token_ids: drawn tokens (one today). finite: False means its logits were not; the request fails.
+    logits: float32 bytes if asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    finite: bool = True
+    logits: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Rank 0 finished a step; device_s is the time the chips worked on it."""
+
+    worker_id: str
+    incarnation: int
+    group_id: str
+    epoch: int
+    step_id: int
+    results: tuple[RowResult, ...]
+    device_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: the moment of an earlier WakeAt."""
+
+
+Event = (
+    Submit
+    | Cancel
+    | End
+    | FlushCache
+    | WorkerAttached
+    | RendezvousOpened
+    | WorkerReady
+    | WorkerFaulted
+    | WorkerLost
+    | Heartbeat
+    | StepDone
+    | Tick
+)
+
+
+# ---------------------------------------------------------------- effects for intake
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What usage reports about a request so far."""
+
+    group_id: str = ""
+    cached_tokens: int = 0
+    failovers: int = 0
+    retractions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request is queued; `tokens_max` is its limit of output tokens (context and memory)."""
+
+    request_id: str
+    tokens_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one request; first_index is the output index of token_ids[0]."""
+
+    request_id: str
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    facts: RequestFacts
+    logits: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one step, one message for all its requests."""
+
+    deltas: tuple[TokenDelta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request is over without an answer (or without the rest of it)."""
+
+    request_id: str
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFlushed:
+    """Answer to FlushCache."""
+
+    blocks_freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServingChanged:
+    """Ids of the groups that serve from now on; empty means the service cannot answer."""
+
+    group_ids: tuple[str, ...]
+
+
+# ---------------------------------------------------------------- effects for dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    """Tells one worker to join a group as a rank."""
+
+    worker_id: str
+    incarnation: int
+    group_id: str
+    epoch: int
+    rank: int
+    world_size: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRendezvous:
+    """Gives rank 0's meeting point to another rank."""
+
+    worker_id: str
+    incarnation: int
+    epoch: int
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SendStep:
+    """The same plan to every worker of the group, in the order of ranks."""
+
+    worker_ids: tuple[str, ...]
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ResetWorker:
+    """The epoch is over for this worker: drop KV and communicator, keep the weights."""
+
+    worker_id: str
+    incarnation: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropWorker:
+    """Close the stream of a superseded or silent incarnation."""
+
+    worker_id: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condemn:
+    """The process is frozen: whoever launched it should kill it."""
+
+    worker_id: str
+    incarnation: int
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Call `handle(Tick(), now)` at this time; only the earliest outstanding one counts."""
+
+    when: float
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Something worth a log line; `event` is a constant name, `fields` its values."""
+
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+Effect = (
+    Accepted
+    | Tokens
+    | Failed
+    | CacheFlushed
+    | ServingChanged
+    | FormGroup
+    | SendRendezvous
+    | SendStep
+    | ResetWorker
+    | DropWorker
+    | Condemn
+    | WakeAt
+    | Log
+)
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A worker as `status` shows it."""
+
+    worker_id: str
+    pid: int
+    incarnation: int
+    state: str
+    device: str
+    backend: str
+    group_id: str
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """free + cached + referenced = total."""
+
+    free: int
+    cached: int
+    referenced: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """A group as `status` shows it."""
+
+    group_id: str
+    epoch: int
+    worker_ids: tuple[str, ...]
+    state: str
+    running: int
+    waiting: int
+    retracted: int
+    blocks: BlockCounts
+    block_tokens: int
+    steps: int
+    steps_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The whole core as `status` shows it."""
+
+    workers: tuple[WorkerSnapshot, ...]
+    groups: tuple[GroupSnapshot, ...]
+    requests: int
+    waiting: int
+    running: int
+    generated_tokens: int
+    failovers: int

@@ -1,0 +1,1 @@
+"""Operations: their specifications, the reference that defines them, and native implementations."""

@@ -1,0 +1,117 @@
+"""The operations a model is written over: names, meaning, and what an implementation declares.
+
+`kernels.reference` defines each operation; `backends.interface` builds the kernel table on these
+records. Imports nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OperationSpec:
+    """One operation: its name, its signature in words, and the arguments it writes in place."""
+
+    name: str
+    signature: str
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an implementation accepts; checked when a model is bound, never by trying.
+
+    dtypes are names such as "float32"; an empty tuple means any.
+    """
+
+    dtypes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    rows_max: int | None = None
+    alignment_elements: int = 1
+    contiguous: bool = False
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a model asks of an operation when it is bound."""
+
+    dtype: str
+    layout: str = ""
+    rows: int = 1
+    last_dimension: int = 1
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to compute an operation; lower `rank` is preferred, the reference comes last."""
+
+    operation: str
+    name: str
+    function: Callable[..., Any]
+    support: Support = Support()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation bound to an operation, and why the others were not."""
+
+    operation: str
+    implementation: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+class BoundKV:
+    """Opaque to models: a pool's arena with the rows of one step, valid until the step ends.
+
+    Each memory pool makes its own subclass; only kernels that declare its layout look inside.
+    """
+
+
+# T tokens, H hidden size, h query heads and k key/value heads on this chip, d head size,
+# V rows of the vocabulary on this chip, R sampled rows.
+OPERATIONS: dict[str, OperationSpec] = {
+    spec.name: spec
+    for spec in (
+        OperationSpec(
+            "embedding",
+            "(ids [T] int64, weight [V, H], first_row: int) -> [T, H]; an id outside "
+            "[first_row, first_row + V) gives a row of zeros",
+        ),
+        OperationSpec("rms_norm", "(x [T, H], weight [H], epsilon: float) -> [T, H]"),
+        OperationSpec(
+            "add_rms_norm",
+            "(x [T, H], residual [T, H], weight [H], epsilon: float) -> "
+            "(rms_norm(x + residual) [T, H], x + residual [T, H])",
+        ),
+        OperationSpec(
+            "linear",
+            "(x [T, K], weight [N, K], bias [N] or None, context: object or None) -> [T, N]; "
+            "context is reserved for a row-to-adapter map",
+        ),
+        OperationSpec(
+            "rotary",
+            "(x [T, n, d], positions [T] int64, cos_sin [P, d] float32: d/2 cosines then d/2 "
+            "sines) -> [T, n, d]; rotates the halves (x[i], x[i + d/2])",
+        ),
+        OperationSpec("silu_mul", "(gate_up [T, 2I]: gate then up) -> silu(gate) * up [T, I]"),
+        OperationSpec(
+            "write_kv",
+            "(cache: BoundKV, layer: int, key [T, k, d], value [T, k, d]) -> None",
+            writes=("cache",),
+        ),
+        OperationSpec(
+            "attention",
+            "(cache: BoundKV, layer: int, query [T, h, d], q_to_kv: tuple of h ints, scale: float) "
+            "-> [T, h, d]; causal over the row's context, the chunk's own keys included",
+        ),
+        OperationSpec(
+            "sample",
+            "(logits [R, V] float32, temperature [R] float32, seed [R] int64 (bits of a uint64), "
+            "choice [R] int64, index [R] int64) -> (ids [R] int64, log-probabilities of the raw "
+            "logits [R] float32, finite [R] bool); temperature 0 is argmax, lowest id on a tie",
+        ),
+    )
+}

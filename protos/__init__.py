@@ -1,0 +1,1 @@
+"""Messages and services shared by all processes; the modules are generated from *.proto."""

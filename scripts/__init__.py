@@ -1,0 +1,1 @@
+"""The command line, the launcher and the client library: the top layer."""

@@ -1,0 +1,1 @@
+"""The command polychip: one module a command."""
