@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from typing_extensions import override
 
 from backends.errors import CommunicatorError
 
@@ -37,16 +38,20 @@ class Work(ABC):
 class FinishedWork(Work):
     """The work of a communicator that finishes each call before it returns."""
 
+    @override
     def wait_stream(self) -> None:
         """Nothing is left to wait for."""
 
+    @override
     def wait(self, timeout_s: float | None = None) -> None:
         """Nothing is left to wait for."""
 
+    @override
     def done(self) -> bool:
         """Always."""
         return True
 
+    @override
     def exception(self) -> CommunicatorError | None:
         """Never: the call itself raised."""
         return None
@@ -94,10 +99,10 @@ class Communicator(ABC):
         """
         yield
 
-    def abort(self) -> None:
-        """Makes pending operations fail soon, from any thread; default: they run to their deadline."""
+    def abort(self) -> None:  # noqa: B027 - optional
+        """Makes pending operations fail soon, from any thread; default: at their deadline."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Ends the communicator; does not wait for other ranks."""
 
 
@@ -107,28 +112,34 @@ class SingleRankCommunicator(Communicator):
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
 
+    @override
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """The sum of one rank is the tensor."""
         return FinishedWork()
 
+    @override
     def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
         """Copies the tensor."""
         output[0].copy_(tensor)
         return FinishedWork()
 
+    @override
     def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
         """Copies the tensor's only part."""
         output.copy_(tensor[0])
         return FinishedWork()
 
+    @override
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """The tensor is already root's."""
         return FinishedWork()
 
+    @override
     def send(self, tensor: torch.Tensor, peer: int) -> Work:
         """There is no peer."""
         raise CommunicatorError(f"rank {peer} does not exist in a group of one")
 
+    @override
     def receive(self, tensor: torch.Tensor, peer: int) -> Work:
         """There is no peer."""
         raise CommunicatorError(f"rank {peer} does not exist in a group of one")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from backends.plugin import ChipDescription
 
@@ -28,6 +29,7 @@ class Fence(ABC):
 class ReachedFence(Fence):
     """The fence of a chip that finishes each call before it returns."""
 
+    @override
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns at once."""
 
@@ -46,6 +48,7 @@ class EagerProgram(CapturedProgram):
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
+    @override
     def replay(self) -> None:
         """Calls the function."""
         self._function()
@@ -97,5 +100,5 @@ class Device(ABC):
         """Total and free bytes; default: what was enumerated, nothing used."""
         return MemoryInfo(self.chip.memory_bytes, self.chip.memory_bytes)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Gives the chip back; called once."""

@@ -1,8 +1,8 @@
 """All the worker knows of a backend: the four contracts, and the runtime that opens them.
 
 Required of a new backend, over all classes: `Backend.device_type`, `Backend.enumerate_chips`,
-`BackendRuntime.open_device`, `Device.allocate`, `Device.copy`. Everything else has a default that is
-correct but slow, or raises a typed `UnsupportedOperation`.
+`BackendRuntime.open_device`, `Device.allocate`, `Device.copy`. Everything else has a default that
+is correct but slow, or raises a typed `UnsupportedOperation`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,8 @@ import torch
 from backends.communicator import Communicator, SingleRankCommunicator, Work
 from backends.device import CapturedProgram, Device, Fence, MemoryInfo
 from backends.errors import IncompatibleBackend
-from backends.gloo_communicator import GlooCommunicator, open_gloo_rendezvous
+from backends.gloo_communicator import GlooCommunicator
+from backends.gloo_rendezvous import LOOPBACK, GlooRendezvous
 from backends.kernel_table import KernelTable, bind_kernels
 from backends.memory import BatchRows, KVLayout, KVSpec, MemoryPool
 from backends.paged_pool import PagedMemoryPool, paged_layout
@@ -63,6 +64,7 @@ class BackendRuntime(ABC):
     def __init__(self, backend: Backend, config: BackendConfig) -> None:
         self.backend = backend
         self.config = config
+        self._rendezvous: GlooRendezvous | None = None
 
     @abstractmethod
     def open_device(self, chip: ChipDescription) -> Device:
@@ -96,21 +98,28 @@ class BackendRuntime(ABC):
     def open_rendezvous(self, place: GroupPlace) -> bytes:
         """Called on rank 0 only: opens a meeting point; the bytes travel to the other ranks.
 
-        The meeting point lives until the communicator made from it is closed.
+        The meeting point lives until the communicator made from it is closed. The option
+        `communicator-host` names this machine's address for ranks on other machines.
         """
-        return open_gloo_rendezvous(place.deadline_s)
+        host = self.config.options.get("communicator-host", LOOPBACK)
+        self._rendezvous = GlooRendezvous.open(place.deadline_s, host)
+        return self._rendezvous.address
 
     def create_communicator(
         self, device: Device, place: GroupPlace, rendezvous: bytes
     ) -> Communicator:
         """The collectives of one epoch; blocks until all ranks are there.
 
+        `rendezvous` is what `open_rendezvous` returned on rank 0; a group of one needs none.
         Raises PeerLost or CommunicatorTimeout.
         """
         if place.world_size == 1:
             return SingleRankCommunicator()
+        hosted, self._rendezvous = self._rendezvous, None
+        if hosted is None or hosted.address != rendezvous:
+            hosted = GlooRendezvous.join(rendezvous, place.deadline_s)
         return GlooCommunicator(
-            device, place.rank, place.world_size, place.key, rendezvous, place.deadline_s
+            device, place.rank, place.world_size, place.key, hosted, place.deadline_s
         )
 
     def dtype(self) -> torch.dtype:

@@ -79,5 +79,5 @@ class MemoryPool(ABC):
     def move_block(self, block: int, physical: int) -> None:
         """Puts a logical block at another physical place; bound steps must be done."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Gives the arena back."""

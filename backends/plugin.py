@@ -97,11 +97,12 @@ class FaultEvent:
 
 
 class Backend(ABC):
-    """A make of chip. Subclasses override `device_type`, `enumerate_chips` and name `runtime_module`.
+    """A make of chip. Subclasses override `device_type`, `enumerate_chips`, name `runtime_module`.
 
-    Hooks are called by the worker in this order: `on_init`, `on_device_acquire`, `on_model_load` (once
-    per formation of a group), `on_request_end` (once per released slot), `on_fault`, `on_shutdown`.
-    Every hook has a default. A hook that raises ends the worker with the hook's name in the message.
+    Hooks are called by the worker in this order: `on_init`, `on_device_acquire`, `on_model_load`
+    (once per formation of a group), `on_request_end` (once per released slot), `on_fault`,
+    `on_shutdown`. Every hook has a default. A hook that raises ends the worker with the hook's name
+    in the message.
     """
 
     api_version: tuple[int, int] = API_VERSION
@@ -117,7 +118,7 @@ class Backend(ABC):
     def enumerate_chips(self, config: BackendConfig) -> Sequence[ChipDescription]:
         """All chips of this make on the machine, in a stable order. Acquires nothing."""
 
-    def on_init(self, config: BackendConfig) -> None:
+    def on_init(self, config: BackendConfig) -> None:  # noqa: B027 - optional
         """Parse and validate only: no torch, no device memory, no communicator.
 
         Raises BackendUnavailable if this machine cannot run the backend.
@@ -134,16 +135,16 @@ class Backend(ABC):
         }
         return AcquireResult(granted=granted, rejected=rejected)
 
-    def on_model_load(self, plan: ModelLoadPlan) -> None:
+    def on_model_load(self, plan: ModelLoadPlan) -> None:  # noqa: B027 - optional
         """The shard described by `plan` is about to be loaded."""
 
-    def on_request_end(self, slot: int) -> None:
+    def on_request_end(self, slot: int) -> None:  # noqa: B027 - optional
         """The request in `slot` ended; what is kept for that slot can be reclaimed."""
 
-    def on_fault(self, event: FaultEvent) -> None:
+    def on_fault(self, event: FaultEvent) -> None:  # noqa: B027 - optional
         """The worker met a fault and is about to leave the epoch."""
 
-    def on_shutdown(self) -> None:
+    def on_shutdown(self) -> None:  # noqa: B027 - optional
         """The worker is about to exit; called once, also after a fault."""
 
 

@@ -1,1 +1,1 @@
-"""Second stage of a request: the pure scheduling core, driven by events and a clock given from outside."""
+"""Second stage of a request: the pure scheduling core, driven by events and a given clock."""

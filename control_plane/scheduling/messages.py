@@ -299,7 +299,10 @@ class ServingChanged:
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """Tells one worker to join a group as a rank."""
+    """Tells one worker to join a group as a rank.
+
+    block_tokens: tokens in a block of this group; 0 means the configured number.
+    """
 
     worker_id: str
     incarnation: int
@@ -308,6 +311,7 @@ class FormGroup:
     rank: int
     world_size: int
     deadline_s: float
+    block_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

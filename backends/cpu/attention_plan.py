@@ -1,0 +1,166 @@
+"""The part of paged attention that depends on the step only: row groups, indices and masks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.paged_kv import PagedKV
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Rows attended to together: n rows, each padded to q queries and to the longest context.
+
+    query_shape: (parts, n, k, queries of a part); one fused call a part. A part holds all query
+    heads of a key head if rows have one query each, else one query head of every key head.
+    query_index: what fills that shape, as rows of the step's query seen as [T * h, d].
+    mask: 0 or -inf, broadcast to [n, k, queries of a part, L]; None: plainly causal.
+    blocks: [n * blocks of the longest row]. unwritten: gathered tokens past the end of their row.
+    keys, values: where blocks are gathered to, kept from layer to layer because fresh memory costs
+    more than the copy.
+    """
+
+    query_shape: tuple[int, int, int, int]
+    query_index: torch.Tensor
+    mask: torch.Tensor | None
+    tokens_max: int
+    blocks: torch.Tensor
+    unwritten: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """The groups of a step, and where in their outputs, end to end, each row of [T * h, d] is."""
+
+    groups: tuple[RowGroup, ...]
+    output_index: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """Query heads by key head: table [k, g], short ones padded, and the places in it."""
+
+    query_heads: int
+    table: Int64Array
+    key_heads_of: Int64Array
+    places_of: Int64Array
+
+    @classmethod
+    def of(cls, q_to_kv: tuple[int, ...], key_heads: int) -> "HeadMap":
+        """Padding repeats query head 0; what is computed for it is never read."""
+        members: list[list[int]] = [[] for _ in range(key_heads)]
+        places = []
+        for query_head, key_head in enumerate(q_to_kv):
+            places.append(len(members[key_head]))
+            members[key_head].append(query_head)
+        table = np.zeros((key_heads, max(map(len, members))), dtype=np.int64)
+        for key_head, heads in enumerate(members):
+            table[key_head, : len(heads)] = heads
+        return cls(
+            len(q_to_kv), table, np.array(q_to_kv, dtype=np.int64), np.array(places, dtype=np.int64)
+        )
+
+
+def plan_step(cache: PagedKV, q_to_kv: tuple[int, ...], dtype: torch.dtype) -> StepPlan:
+    """Sorts the rows of a bound step into groups."""
+    heads = HeadMap.of(q_to_kv, cache.keys.shape[3])
+    query_starts = np.array(cache.query_starts, dtype=np.int64)
+    counts = np.diff(query_starts)
+    lengths = np.array(cache.context_starts, dtype=np.int64) + counts
+    output_index = np.zeros((int(query_starts[-1]), heads.query_heads), dtype=np.int64)
+    groups = []
+    outputs_count = 0
+    for rows in _like_rows(counts, lengths):
+        group, offsets = _plan_group(cache, heads, rows, counts[rows], lengths[rows], dtype)
+        tokens, places = _tokens_of(query_starts[rows], counts[rows])
+        output_index[tokens] = outputs_count + offsets[places]
+        outputs_count += int(np.prod(group.query_shape))
+        groups.append(group)
+    return StepPlan(tuple(groups), torch.from_numpy(output_index.reshape(-1)))
+
+
+def _like_rows(counts: Int64Array, lengths: Int64Array) -> list[Int64Array]:
+    """Rows whose query counts and whose lengths have the same number of bits: padding < 2x."""
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        if count:
+            by_size.setdefault(((count - 1).bit_length(), length.bit_length()), []).append(row)
+    return [np.array(rows, dtype=np.int64) for rows in by_size.values()]
+
+
+def _tokens_of(
+    starts: Int64Array, counts: Int64Array
+) -> tuple[Int64Array, tuple[Int64Array, Int64Array]]:
+    """The step's tokens of some rows, and for each its (row, query) among them."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    query = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return starts[row] + query, (row, query)
+
+
+def _plan_group(
+    cache: PagedKV,
+    heads: HeadMap,
+    rows: Int64Array,
+    counts: Int64Array,
+    lengths: Int64Array,
+    dtype: torch.dtype,
+) -> tuple[RowGroup, Int64Array]:
+    """A group, and where in its outputs (row, query, query head) is: [n, q, h]."""
+    # A row with fewer queries repeats its last one.
+    query = np.minimum(np.arange(int(counts.max()))[None, :], counts[:, None] - 1)
+    tokens = np.array(cache.query_starts, dtype=np.int64)[rows][:, None] + query
+    shape, query_index, offsets = _arrange(heads, tokens)
+    tokens_max = int(lengths.max())
+    blocks_each = -(-tokens_max // cache.block_tokens)
+    blocks = cache.block_tables[torch.from_numpy(rows), :blocks_each].reshape(-1)
+    places = np.arange(blocks_each * cache.block_tokens)
+    gathered_shape = (len(blocks), *cache.keys.shape[2:])
+    group = RowGroup(
+        query_shape=shape,
+        query_index=torch.from_numpy(query_index),
+        mask=_mask((lengths - counts)[:, None] + query, tokens_max, dtype),
+        tokens_max=tokens_max,
+        blocks=blocks,
+        unwritten=torch.from_numpy(np.flatnonzero(places[None, :] >= lengths[:, None])),
+        keys=torch.empty(gathered_shape, dtype=cache.keys.dtype),
+        values=torch.empty(gathered_shape, dtype=cache.values.dtype),
+    )
+    return group, offsets
+
+
+def _arrange(
+    heads: HeadMap, tokens: Int64Array
+) -> tuple[tuple[int, int, int, int], Int64Array, Int64Array]:
+    """The query shape for tokens [n, q], what fills it, and where in it [n, q, h] are.
+
+    One query a row:  1 part,  [n, k, g]     the heads of a key head are its queries
+    several:          g parts, [n, k, q]     K, V and mask are shared by the parts, uncopied
+    """
+    rows_count, queries = tokens.shape
+    key_heads, together = heads.table.shape
+    row = np.arange(rows_count)[:, None, None]
+    flat = tokens[:, :, None, None] * heads.query_heads + heads.table
+    if queries == 1:
+        offsets = (row * key_heads + heads.key_heads_of) * together + heads.places_of
+        return (1, rows_count, key_heads, together), flat.reshape(-1), offsets
+    part = heads.places_of * rows_count + row
+    offsets = (part * key_heads + heads.key_heads_of) * queries
+    offsets = offsets + np.arange(queries)[None, :, None]
+    query_index = flat.transpose(3, 0, 2, 1).reshape(-1)
+    return (together, rows_count, key_heads, queries), query_index, offsets
+
+
+def _mask(positions: Int64Array, tokens_max: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """What queries at `positions` [n, q] see: [n, 1, q, L] of 0 and -inf."""
+    rows_count, queries = positions.shape
+    if rows_count == 1 and queries == tokens_max > 1:
+        return None
+    hidden = np.arange(tokens_max)[None, None, :] > positions[:, :, None]
+    mask = torch.zeros((rows_count, 1, queries, tokens_max), dtype=dtype)
+    return mask.masked_fill_(torch.from_numpy(hidden)[:, None], float("-inf"))

@@ -1,0 +1,88 @@
+"""A set of CPU cores as a device: main memory under a limit, each call done when it returns."""
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from typing_extensions import override
+
+from backends.cpu.host import CpuChip, host_memory
+from backends.device import Device, MemoryInfo
+from backends.errors import BackendUnavailable, OutOfMemory
+
+# Below this the operating system is not asked how much memory is left: asking takes longer.
+_ASKS_FROM_BYTES = 64 << 20
+
+
+class CpuDevice(Device):
+    """Pins this process to the chip's cores, one torch thread each.
+
+    limit_bytes: most bytes that live tensors from `allocate` may take; None is what the host has.
+    """
+
+    def __init__(self, chip: CpuChip, limit_bytes: int | None) -> None:
+        super().__init__(chip)
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        _pin_process(chip.cores)
+        torch.set_num_threads(len(chip.cores))
+
+    @override
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory pages are taken when they are first written, not here."""
+        asked_bytes = math.prod(shape) * dtype.itemsize
+        free_bytes = self._free_bytes(asked_bytes)
+        if free_bytes is not None and asked_bytes > free_bytes:
+            raise self._out_of_memory(shape, asked_bytes, f"{free_bytes} bytes are free")
+        try:
+            tensor = torch.empty(tuple(shape), dtype=dtype)
+        except RuntimeError as error:
+            # torch has no class of its own for a failed allocation of main memory.
+            raise self._out_of_memory(shape, asked_bytes, str(error)) from error
+        self._used_bytes += asked_bytes
+        # The storage outlives the tensor while any view of it lives.
+        weakref.finalize(tensor.untyped_storage(), self._give_back, asked_bytes).atexit = False
+        return tensor
+
+    def _free_bytes(self, asked_bytes: int) -> int | None:
+        if self._limit_bytes is not None:
+            return self._limit_bytes - self._used_bytes
+        return host_memory().available if asked_bytes >= _ASKS_FROM_BYTES else None
+
+    def _out_of_memory(self, shape: Sequence[int], asked_bytes: int, why: str) -> OutOfMemory:
+        limit = "none" if self._limit_bytes is None else f"{self._limit_bytes} bytes"
+        return OutOfMemory(
+            f"{asked_bytes} bytes asked for a tensor of {tuple(shape)}; {why}; "
+            f"{self._used_bytes} bytes are in use on chip {self.chip.index}, its limit is {limit}"
+        )
+
+    def _give_back(self, freed_bytes: int) -> None:
+        self._used_bytes -= freed_bytes
+
+    @override
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    @override
+    def memory_info(self) -> MemoryInfo:
+        """The limit and what is left of it; without a limit the host's memory."""
+        total, available = host_memory()
+        if self._limit_bytes is None:
+            return MemoryInfo(total, available)
+        left_bytes = self._limit_bytes - self._used_bytes
+        return MemoryInfo(self._limit_bytes, max(0, min(left_bytes, available)))
+
+
+def _pin_process(cores: tuple[int, ...]) -> None:
+    """All threads there are; the system call knows threads only, and later ones inherit."""
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            # A thread that ended meanwhile needs no core.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
+    except OSError as error:
+        raise BackendUnavailable(f"cannot pin to cores {cores}: {error}") from error

@@ -1,0 +1,80 @@
+"""Operations on CPU cores by torch's fused kernels; each agrees with the reference it replaces."""
+
+import torch
+import torch.nn.functional as functional
+
+from backends.cpu.attention import paged_attention
+from backends.cpu.sampling import sample
+from kernels.paged_kv import PAGED_ORDER, PagedKV
+from kernels.spec import Implementation, Support
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
+    """A lookup; the mask is skipped where the whole vocabulary is on this chip."""
+    if first_row == 0 and bool((ids < weight.shape[0]).all()):
+        return functional.embedding(ids, weight)
+    local = ids - first_row
+    foreign = (local < 0) | (local >= weight.shape[0])
+    found = functional.embedding(local.masked_fill(foreign, 0), weight)
+    return found.masked_fill_(foreign[:, None], 0)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """torch's own kernel, which sums in float32."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An addition and a norm."""
+    total = x + residual
+    return functional.rms_norm(total, (total.shape[-1],), weight, epsilon), total
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: object | None
+) -> torch.Tensor:
+    """oneDNN or MKL, as torch chooses."""
+    assert context is None, "row-to-adapter maps are not defined yet"
+    return functional.linear(x, weight, bias)
+
+
+def rotary(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Two products and a sum over the whole head: x * cos + (-second, first) * sin."""
+    cosine, sine = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    output = torch.empty_like(x)
+    torch.sub(first * cosine, second * sine, out=output[..., :half])
+    torch.add(second * cosine, first * sine, out=output[..., half:])
+    return output
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """torch's silu, then the product in place."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """One scatter each into the layer's blocks."""
+    places = (cache.token_blocks, cache.token_places)
+    cache.keys[layer].index_put_(places, key)
+    cache.values[layer].index_put_(places, value)
+
+
+_ANY = Support()
+_PAGED = Support(layouts=(PAGED_ORDER,))
+
+CPU_IMPLEMENTATIONS = (
+    Implementation("embedding", "torch", embedding, _ANY),
+    Implementation("rms_norm", "torch", rms_norm, _ANY),
+    Implementation("add_rms_norm", "torch", add_rms_norm, _ANY),
+    Implementation("linear", "torch", linear, _ANY),
+    Implementation("rotary", "torch", rotary, _ANY),
+    Implementation("silu_mul", "torch", silu_mul, _ANY),
+    Implementation("write_kv", "torch", write_kv, _PAGED),
+    Implementation("attention", "torch-sdpa", paged_attention, _PAGED),
+    Implementation("sample", "torch", sample, _ANY),
+)

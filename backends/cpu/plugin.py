@@ -1,0 +1,63 @@
+"""The cpu backend before torch: which cores make a chip, and what they can compute."""
+
+import os
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from backends.cpu.host import CpuChip, has_bfloat16, host_memory
+from backends.errors import BackendUnavailable
+from backends.plugin import Backend, BackendConfig, Capabilities, ChipDescription
+
+_DTYPES = ("float32", "bfloat16")
+
+
+class CpuBackend(Backend):
+    """CPU cores as chips: each chip is a set of the cores this process may run on."""
+
+    runtime_module = "backends.cpu.runtime:CpuRuntime"
+
+    def __init__(self) -> None:
+        self.capabilities = Capabilities(
+            dtypes=("bfloat16", "float32") if has_bfloat16() else _DTYPES,
+            block_alignment_bytes=512,
+        )
+        # Read once: opening a chip narrows this process to the chip's own cores.
+        self._cores = tuple(sorted(os.sched_getaffinity(0)))
+
+    @override
+    def device_type(self) -> str:
+        return "cpu"
+
+    @override
+    def enumerate_chips(self, config: BackendConfig) -> Sequence[ChipDescription]:
+        share_bytes = host_memory().total // config.chips_on_host
+        return [
+            CpuChip(
+                index=index,
+                description="cores " + ",".join(map(str, cores)),
+                memory_bytes=share_bytes,
+                cores=cores,
+            )
+            for index in range(config.chips_on_host)
+            for cores in [self._cores_of_chip(index, config)]
+        ]
+
+    @override
+    def on_init(self, config: BackendConfig) -> None:
+        if config.chips_on_host < 1:
+            raise BackendUnavailable(
+                f"chips on host is {config.chips_on_host}; the cpu backend needs at least 1"
+            )
+        if config.dtype != "auto" and config.dtype not in _DTYPES:
+            raise BackendUnavailable(
+                f"dtype is {config.dtype!r}; the cpu backend computes in {' or '.join(_DTYPES)}: "
+                "choose one of them, or auto"
+            )
+
+    def _cores_of_chip(self, index: int, config: BackendConfig) -> tuple[int, ...]:
+        """floor(cores / chips) cores, at least one; shared where chips exceed cores."""
+        each = max(1, len(self._cores) // config.chips_on_host)
+        return tuple(
+            self._cores[(index * each + place) % len(self._cores)] for place in range(each)
+        )

@@ -1,0 +1,181 @@
+"""`python -m chip_worker`: reads flags, starts the backend before torch, then serves one chip.
+
+find_backend -> on_init -> import torch -> worker.serve
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import structlog
+
+from backends.errors import BackendError
+from backends.plugin import Backend, BackendConfig, find_backend
+from chip_worker.config import WorkerConfig
+from chip_worker.errors import ConfigurationError, ModelError
+from chip_worker.exit_code import ExitCode
+from chip_worker.logs import configure_logging
+from chip_worker.status_file import check_status_file
+
+THREAD_SWITCH_S = 0.0005
+"""A compute thread in Python code gives the connection thread its turn after this long."""
+PR_SET_PDEATHSIG = 1
+
+BACKEND_FAILED = "worker.backend_failed"
+MODEL_FAILED = "worker.model_failed"
+
+_log = structlog.get_logger()
+
+
+@click.command(context_settings={"max_content_width": 100})
+@click.option("--worker-id", help="Stable name of this worker, such as chip0.")
+@click.option("--control-plane", help="HOST:PORT of the control plane's worker port.")
+@click.option("--model", "model_path", help="GGUF file or Hugging Face directory.")
+@click.option("--model-name", default="", help="Name of the model, for people.")
+@click.option(
+    "--backend",
+    envvar="POLYCHIP_BACKEND",
+    default="cpu",
+    show_default=True,
+    show_envvar=True,
+    help="Make of the chip.",
+)
+@click.option(
+    "--backend-option", "backend_options", multiple=True, help="NAME=VALUE for the backend."
+)
+@click.option(
+    "--chip",
+    "chip_indices",
+    type=click.IntRange(min=0),
+    multiple=True,
+    default=(0,),
+    show_default=True,
+    help="Index of the chip; given more than once, the first that opens is taken.",
+)
+@click.option("--chips-on-host", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="Such as float32 or bfloat16.")
+@click.option("--kv-blocks", type=click.IntRange(min=1), help="Default: what memory allows.")
+@click.option("--status-file", help="File that tells the worker's health.")
+@click.option(
+    "--join-token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the secret that admits this worker.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+)
+@click.option("--exit-with-parent", is_flag=True, help="Die when the launcher dies.")
+@click.option("--health", is_flag=True, help="Read --status-file; exit 0 if healthy, 1 if not.")
+def command(
+    *,
+    health: bool,
+    exit_with_parent: bool,
+    join_token_file: Path | None,
+    backend_options: tuple[str, ...],
+    model_name: str,
+    **settings: Any,  # noqa: ANN401 - one value an option above
+) -> None:
+    """Compute with one chip for a control plane, until it or SIGTERM says to leave."""
+    if health:
+        report_health(settings["status_file"])
+    configure_logging(settings["log_level"])
+    # gRPC's own log tells of every control plane that goes; our log says it in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if exit_with_parent:
+        die_with_parent()
+    for name, flag in (
+        ("worker_id", "--worker-id"),
+        ("control_plane", "--control-plane"),
+        ("model_path", "--model"),
+    ):
+        if not settings[name]:
+            raise click.UsageError(f"{flag} is missing")
+    backend_name = settings.pop("backend")
+    try:
+        config = WorkerConfig(
+            **settings,
+            backend=backend_name,
+            backend_options=parse_options(backend_options),
+            join_token=join_token_file.read_text().strip() if join_token_file else None,
+        )
+    except ConfigurationError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(run(config, model_name))
+
+
+def run(config: WorkerConfig, model_name: str = "") -> ExitCode:
+    """Serves until told to leave; a backend or model that fails is said and told by the code."""
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    try:
+        backend, backend_config = start_backend(config)
+        # Imports torch, which some vendors prepare in on_init.
+        worker = importlib.import_module("chip_worker.worker")
+        ended: ExitCode = worker.serve(config, backend, backend_config, model_name)
+    except ModelError as error:
+        _log.error(MODEL_FAILED, error=str(error))
+        return ExitCode.MODEL_FAILED
+    except BackendError:
+        _log.exception(BACKEND_FAILED, backend=config.backend)
+        return ExitCode.BACKEND_FAILED
+    return ended
+
+
+def start_backend(config: WorkerConfig) -> tuple[Backend, BackendConfig]:
+    """The named backend after `on_init`; torch is not imported yet. Raises BackendError."""
+    backend = find_backend(config.backend)
+    backend_config = BackendConfig(
+        chip_indices=config.chip_indices,
+        chips_on_host=config.chips_on_host,
+        dtype=config.dtype,
+        options=config.backend_options,
+    )
+    backend.on_init(backend_config)
+    return backend, backend_config
+
+
+def report_health(status_file: str | None) -> None:
+    """Prints what the status file says and ends the process with it."""
+    if status_file is None:
+        raise click.UsageError("--health needs --status-file")
+    healthy, why = check_status_file(status_file, time.time())
+    click.echo(why)
+    sys.exit(0 if healthy else 1)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends (Linux only)."""
+    parent = os.getppid()
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise click.ClickException("--exit-with-parent: this system has no prctl")
+    if os.getppid() != parent:
+        sys.exit(ExitCode.FAILED)
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE texts as a mapping."""
+    options = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--backend-option")
+        options[name] = value
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits with an ExitCode."""
+    command.main(args=None if argv is None else list(argv), prog_name="polychip worker")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Configuration of a chip worker: every limit, with its default and unit, checked together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from chip_worker.errors import ConfigurationError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Configuration of the process; sizes in bytes, times in seconds.
+
+    model_path: a GGUF file or a Hugging Face directory. chip_indices: chips this process may use,
+    of which it serves the first that opens. dtype: a name such as "float32", or "auto".
+    Intervals of heartbeats come from the control plane's Welcome.
+    """
+
+    worker_id: str
+    control_plane: str
+    model_path: str
+    backend: str = "cpu"
+    chip_indices: tuple[int, ...] = (0,)
+    chips_on_host: int = 1
+    dtype: str = "auto"
+    backend_options: Mapping[str, str] = field(default_factory=dict)
+    kv_blocks: int | None = None
+    """Blocks of the KV pool; None takes what the slots can need, within `kv_memory_fraction`."""
+    kv_memory_fraction: float = 0.25
+    """Share of the host's or chip's free memory that all chips on it may take for KV."""
+    kv_memory_reserve: float = 0.2
+    """Part of that share that is left free, for what measurements do not see."""
+    status_file: str | None = None
+    message_bytes_max: int = 64 * MIB
+    connect_backoff_first_s: float = 0.1
+    connect_backoff_max_s: float = 5.0
+    join_token: str | None = None
+    log_level: str = "info"
+    step_credit: int = 2
+    """Steps the control plane may send before a result returns."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError naming the setting, its value and its limits."""
+        if not self.worker_id:
+            raise ConfigurationError("worker_id is empty; give the worker a stable name")
+        if not self.chip_indices:
+            raise ConfigurationError("chip_indices is empty; name at least one chip")
+        for name in ("chips_on_host", "message_bytes_max", "step_credit"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.kv_blocks is not None and self.kv_blocks < 1:
+            raise ConfigurationError(f"kv_blocks is {self.kv_blocks}; it must be at least 1")
+        if not 0.0 < self.kv_memory_fraction <= 1.0:
+            raise ConfigurationError(
+                f"kv_memory_fraction is {self.kv_memory_fraction}; it must be in (0, 1]"
+            )
+        if not 0.0 <= self.kv_memory_reserve < 1.0:
+            raise ConfigurationError(
+                f"kv_memory_reserve is {self.kv_memory_reserve}; it must be in [0, 1)"
+            )
+        if not 0.0 < self.connect_backoff_first_s <= self.connect_backoff_max_s:
+            raise ConfigurationError(
+                f"connect backoff starts at {self.connect_backoff_first_s} s and ends at "
+                f"{self.connect_backoff_max_s} s; it must start above 0 and not above its end"
+            )

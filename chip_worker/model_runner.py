@@ -1,0 +1,72 @@
+"""Runs the model over the rows of a step: tables in, logits of the sampled rows out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backends.interface import BatchRows, Device, MemoryPool
+from chip_worker.models.model import Model
+from chip_worker.slots import PlannedRow
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The tokens of a step, all rows one after the other.
+
+    ids, positions: [T] int64 on the host. sampled_tokens: places in T of the last token of every
+    sampled row, ascending.
+    """
+
+    ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    rows: BatchRows
+    sampled_tokens: tuple[int, ...]
+
+
+def build_batch(rows: Sequence[PlannedRow]) -> StepBatch:
+    """Gathers ids, positions and block tables of planned rows; `rows` is not empty."""
+    query_starts = [0]
+    sampled_tokens: list[int] = []
+    for row in rows:
+        query_starts.append(query_starts[-1] + row.stop - row.start)
+        if row.sampled:
+            sampled_tokens.append(query_starts[-1] - 1)
+    return StepBatch(
+        ids=np.concatenate([row.slot.tokens[row.start : row.stop] for row in rows]),
+        positions=np.concatenate([np.arange(row.start, row.stop) for row in rows]),
+        rows=BatchRows(
+            query_starts=tuple(query_starts),
+            context_starts=tuple(row.start for row in rows),
+            block_tables=tuple(row.slot.block_ids for row in rows),
+        ),
+        sampled_tokens=tuple(sampled_tokens),
+    )
+
+
+class ModelRunner:
+    """The model on this rank's chip with its KV pool; sampling is a step of its own."""
+
+    def __init__(self, model: Model, pool: MemoryPool, device: Device) -> None:
+        self._model = model
+        self._pool = pool
+        self._device = device
+
+    def forward(self, batch: StepBatch) -> torch.Tensor | None:
+        """Computes the batch and returns the logits [R, V] of its sampled rows.
+
+        None on ranks other than 0, and where no row is sampled. Every rank of the group must call
+        it with the same batch. Raises whatever chip and communicator raise.
+        """
+        ids = self._device.to_chip(torch.from_numpy(batch.ids))
+        positions = self._device.to_chip(torch.from_numpy(batch.positions))
+        hidden = self._model.forward(ids, positions, self._pool.bind(batch.rows))
+        if not batch.sampled_tokens:
+            return None
+        if len(batch.sampled_tokens) < hidden.shape[0]:
+            # Only these rows go through the LM head, the largest matrix of small models.
+            chosen = self._device.to_chip(torch.tensor(batch.sampled_tokens, dtype=torch.int64))
+            hidden = hidden[chosen]
+        return self._model.logits(hidden)

@@ -1,0 +1,68 @@
+"""What a model architecture provides: one file per architecture, registered in `registry`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from backends.interface import BoundKV, Communicator, Device, KernelTable, Requirement
+from chip_worker.model_config import ModelConfig
+from chip_worker.models.layers import DecoderWeights
+from chip_worker.tensor_parallel import ShardPlan
+from chip_worker.weights import ShardReader
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model runs for one epoch: the chip, its kernels and its group.
+
+    context_tokens: positions it must know.
+    """
+
+    device: Device
+    kernels: KernelTable
+    communicator: Communicator
+    shard: ShardPlan
+    context_tokens: int
+
+
+class Model(ABC):
+    """A model bound to one rank for one epoch; weights are kept by the caller between epochs."""
+
+    @staticmethod
+    @abstractmethod
+    def check(config: ModelConfig) -> None:
+        """Raises ModelError naming what this architecture's code cannot do."""
+
+    @staticmethod
+    @abstractmethod
+    def weight_elements(config: ModelConfig, shard: ShardPlan) -> int:
+        """Numbers `load` will put on the chip."""
+
+    @staticmethod
+    @abstractmethod
+    def load(reader: ShardReader) -> DecoderWeights:
+        """Reads the shard. Raises ModelError or OutOfMemory."""
+
+    @staticmethod
+    @abstractmethod
+    def requirements(
+        config: ModelConfig, shard: ShardPlan, dtype: str, kv_order: str, rows_max: int
+    ) -> Mapping[str, Requirement]:
+        """The operations the model calls, for `bind_kernels`."""
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, place: ModelPlace) -> None:
+        """Binds weights to a place."""
+
+    @abstractmethod
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: BoundKV) -> torch.Tensor:
+        """ids and positions [T] int64 on the chip -> hidden states after the last norm [T, H].
+
+        Writes the tokens' keys and values. The same result on every rank.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden [R, H] -> [R, V] in the model's dtype on rank 0, None on the other ranks."""

@@ -1,0 +1,324 @@
+"""The worker's state: takes commands one by one on the compute thread, reports back.
+
+                 FormGroup                      Rendezvous
+    idle ─────────────────────▶ waiting ─────────────────────▶ serving ── Step ──▶ serving
+     ▲       rank 0, or alone: straight to serving                │
+     └──────────── ResetEpoch, Shutdown, or any Fault ◀───────────┘
+
+Whatever goes wrong becomes one Fault, here and nowhere else; the session then drops the epoch,
+keeps the weights, and takes no step until the next FormGroup.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic_ns
+
+import structlog
+
+from backends.errors import BackendUnavailable
+from backends.interface import Backend, BackendRuntime, GroupPlace
+from backends.plugin import FaultEvent, ModelLoadPlan
+from chip_worker.batch import (
+    Command,
+    Fault,
+    FaultKind,
+    FormGroup,
+    Ready,
+    Rendezvous,
+    Report,
+    ResetEpoch,
+    Shutdown,
+    Step,
+    StepAck,
+    StepResult,
+    StepTimes,
+)
+from chip_worker.checkpoint import ModelFingerprint
+from chip_worker.config import WorkerConfig
+from chip_worker.errors import DivergedError
+from chip_worker.faults import fault_kind, is_fatal
+from chip_worker.formation import Formation, LoadedShard
+from chip_worker.models.registry import find_model
+from chip_worker.tensor_parallel import plan_shard
+from chip_worker.weights import ShardReader, open_checkpoint
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where in the protocol a command stands; step_id is 0 outside a step."""
+
+    term: int
+    epoch: int
+    step_id: int = 0
+
+
+class Session:
+    """The computing half of a worker. All methods but `abort` belong to one thread.
+
+    report: called on that thread; must not block for long. clock_ns: monotonic; the same clock as
+    `Step.received_ns`. The constructor opens checkpoint and chip and raises ModelError or a
+    BackendError if either fails; later errors become Fault reports.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        backend: Backend,
+        runtime: BackendRuntime,
+        report: Callable[[Report], None],
+        clock_ns: Callable[[], int] = monotonic_ns,
+    ) -> None:
+        self._config = config
+        self._backend = backend
+        self._runtime = runtime
+        self._report = report
+        self._clock_ns = clock_ns
+        self._checkpoint = open_checkpoint(config.model_path)
+        self._model = find_model(self._checkpoint.config)
+        acquired = backend.on_device_acquire(runtime.config)
+        if not acquired.granted:
+            raise BackendUnavailable(f"no chip could be opened: {dict(acquired.rejected)}")
+        self.chip = acquired.granted[0]
+        self._device = runtime.get_device(0, acquired.granted)
+        self._loaded: LoadedShard | None = None
+        self._waiting: FormGroup | None = None
+        self._formation: Formation | None = None
+        self._formed: dict[str, _Position] = {}
+        self._faulted: _Position | None = None
+        self._term_highest = 0
+        self._step_last = 0
+        self._finished_ns: int | None = None
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Identity of the model this worker can load."""
+        return self._checkpoint.fingerprint()
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype the model is computed in, such as "float32"."""
+        return str(self._runtime.dtype()).removeprefix("torch.")
+
+    def handle(self, command: Command) -> None:
+        """Carries out a command and reports; never raises for what a Fault can say."""
+        position = _position_of(command)
+        try:
+            self._dispatch(command)
+        except Exception as error:  # noqa: BLE001 - the one place where errors become Faults
+            self._fail(error, position)
+
+    def abort(self) -> None:
+        """Makes a collective that the compute thread hangs in fail soon; from any thread.
+
+        Call it before handing over the ResetEpoch or Shutdown that ends the epoch.
+        """
+        formation = self._formation
+        if formation is not None:
+            formation.abort()
+
+    def close(self) -> None:
+        """Ends the epoch, gives chip and checkpoint back, calls `on_shutdown`; call once, last."""
+        self._drop_epoch()
+        self._loaded = None
+        self._device.close()
+        self._checkpoint.close()
+        self._backend.on_shutdown()
+
+    def _dispatch(self, command: Command) -> None:
+        match command:
+            case Step():
+                self._step(command)
+            case FormGroup():
+                self._form(command)
+            case Rendezvous():
+                self._join(command)
+            case ResetEpoch():
+                self._reset(command)
+            case Shutdown():
+                self._drop_epoch()
+
+    # ------------------------------------------------------------ forming
+
+    def _form(self, form: FormGroup) -> None:
+        self._fence_formation(form)
+        self._drop_epoch()
+        self._faulted = None
+        place = _place(form)
+        address = b""
+        if form.rank == 0 and form.world_size > 1:
+            address = self._runtime.open_rendezvous(place)
+            self._report(Rendezvous(form.term, form.epoch, address))
+        self._load(form)
+        if form.rank == 0:
+            self._enter(form, address)
+        else:
+            self._waiting = form
+
+    def _join(self, rendezvous: Rendezvous) -> None:
+        form = self._waiting
+        if form is None or (form.term, form.epoch) != (rendezvous.term, rendezvous.epoch):
+            # An epoch that was reset meanwhile: nobody waits for this rank any more.
+            _log.info("session.rendezvous_ignored", epoch=rendezvous.epoch)
+            return
+        self._waiting = None
+        self._enter(form, rendezvous.address)
+
+    def _fence_formation(self, form: FormGroup) -> None:
+        last = self._formed.get(form.group_id)
+        if form.term < self._term_highest or (
+            last is not None and (form.term, form.epoch) <= (last.term, last.epoch)
+        ):
+            raise DivergedError(
+                f"group {form.group_id} epoch {form.epoch} of term {form.term} is not newer than "
+                f"{last} and term {self._term_highest}"
+            )
+        self._term_highest = form.term
+        self._formed[form.group_id] = _Position(form.term, form.epoch)
+
+    def _load(self, form: FormGroup) -> None:
+        """Loads the shard, or keeps the weights if they are this shard's already."""
+        config = self._checkpoint.config
+        shard = plan_shard(config, form.rank, form.world_size, form.kv_policy)
+        dtype = self._runtime.dtype()
+        weight_bytes = self._model.weight_elements(config, shard) * dtype.itemsize
+        self._backend.on_model_load(
+            ModelLoadPlan(config.architecture, weight_bytes, form.rank, form.world_size)
+        )
+        if self._loaded is not None and self._loaded.shard == shard:
+            return
+        self._loaded = None
+        weights = self._model.load(ShardReader(self._checkpoint, self._device, dtype, shard))
+        self._loaded = LoadedShard(self._model, config, shard, weights, dtype)
+
+    def _enter(self, form: FormGroup, address: bytes) -> None:
+        assert self._loaded is not None, "weights are loaded before a rank enters its group"
+        communicator = self._runtime.create_communicator(self._device, _place(form), address)
+        try:
+            formation = Formation(
+                form, self._config, self._runtime, self._device, self._loaded, communicator
+            )
+        except Exception:
+            communicator.close()
+            raise
+        self._formation = formation
+        warm = formation.warm_up()
+        self._step_last = 0
+        self._finished_ns = None
+        self._report(
+            Ready(
+                term=form.term,
+                epoch=form.epoch,
+                blocks=formation.blocks,
+                prefill_tokens_per_s=warm.prefill_tokens_per_s,
+                decode_step_s=warm.decode_step_s,
+                step_credit=self._config.step_credit,
+                weight_bytes=self._loaded.weights.bytes_total,
+            )
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def _step(self, step: Step) -> None:
+        if self._faulted == _Position(step.term, step.epoch):
+            return  # Sent before the control plane saw the Fault.
+        formation = self._fence_step(step)
+        started_ns = self._clock_ns()
+        waited_ns = formation.waited_ns
+        results = formation.run(step)
+        self._step_last = step.step_id
+        finished_ns = self._clock_ns()
+        times = StepTimes(
+            step_id=step.step_id,
+            queue_ns=max(0, started_ns - step.received_ns) if step.received_ns else 0,
+            device_ns=finished_ns - started_ns,
+            communication_ns=formation.waited_ns - waited_ns,
+            gap_ns=0 if self._finished_ns is None else started_ns - self._finished_ns,
+        )
+        self._finished_ns = finished_ns
+        if formation.form.rank == 0:
+            self._report(StepResult(step.term, step.epoch, step.step_id, results, times))
+        else:
+            self._report(StepAck(step.term, step.epoch, (times,)))
+        for slot in step.releases:
+            self._backend.on_request_end(slot)
+
+    def _fence_step(self, step: Step) -> Formation:
+        formation = self._formation
+        if formation is None:
+            raise DivergedError(f"step {step.step_id} of epoch {step.epoch}, but no epoch is open")
+        form = formation.form
+        if (step.term, step.epoch) != (form.term, form.epoch):
+            raise DivergedError(
+                f"step {step.step_id} of term {step.term} epoch {step.epoch}; this worker is in "
+                f"term {form.term} epoch {form.epoch}"
+            )
+        if step.step_id != self._step_last + 1:
+            raise DivergedError(f"step {step.step_id} came after step {self._step_last}")
+        return formation
+
+    # ------------------------------------------------------------ ends
+
+    def _reset(self, reset: ResetEpoch) -> None:
+        current = self._current()
+        if current is not None and (reset.term, reset.epoch) < (current.term, current.epoch):
+            _log.info("session.reset_ignored", epoch=reset.epoch, current=current.epoch)
+            return
+        _log.info("session.epoch_reset", epoch=reset.epoch, reason=reset.reason)
+        self._drop_epoch()
+
+    def _current(self) -> _Position | None:
+        form = self._waiting if self._formation is None else self._formation.form
+        return None if form is None else _Position(form.term, form.epoch)
+
+    def _drop_epoch(self) -> None:
+        """Drops keys, values and communicator; weights stay."""
+        formation, self._formation = self._formation, None
+        self._waiting = None
+        if formation is None:
+            return
+        formation.close()
+        for slot in formation.occupied_slots():
+            self._backend.on_request_end(slot)
+
+    def _fail(self, error: Exception, position: _Position) -> None:
+        kind = fault_kind(error)
+        if kind is FaultKind.INTERNAL:
+            _log.error("session.internal_error", epoch=position.epoch, exc_info=error)
+        else:
+            _log.warning("session.fault", kind=kind.value, epoch=position.epoch, error=str(error))
+        # What ends is the epoch this worker is in, whatever the refused command said.
+        ended = self._current() or position
+        self._backend.on_fault(FaultEvent(error, position.step_id))
+        self._drop_epoch()
+        self._faulted = _Position(ended.term, ended.epoch)
+        self._report(
+            Fault(
+                term=ended.term,
+                epoch=ended.epoch,
+                step_id=position.step_id,
+                kind=kind,
+                message=str(error) or type(error).__name__,
+                exiting=is_fatal(error),
+            )
+        )
+
+
+def _place(form: FormGroup) -> GroupPlace:
+    return GroupPlace(
+        rank=form.rank,
+        world_size=form.world_size,
+        key=f"{form.group_id}.{form.term}.{form.epoch}",
+        deadline_s=form.deadline_s,
+    )
+
+
+def _position_of(command: Command) -> _Position:
+    match command:
+        case Step():
+            return _Position(command.term, command.epoch, command.step_id)
+        case FormGroup() | Rendezvous() | ResetEpoch():
+            return _Position(command.term, command.epoch)
+        case Shutdown():
+            return _Position(0, 0)

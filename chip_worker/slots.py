@@ -1,0 +1,198 @@
+"""Slot tables: what a worker remembers of each request, changed only by steps and drawn tokens.
+
+    tokens   [ cached | computed ...... | known, not computed ]      ids, prompt and output
+             0                       length                known
+    blocks   [ b0 ][ b1 ][ b2 ] ...   logical blocks that hold the first `length` tokens and more
+
+The tables follow the control plane exactly: every change is checked, and one that does not fit
+raises DivergedError. After that the epoch is over, so nothing is undone.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from chip_worker.batch import Admission, SlotSampling, Step, StepRow
+from chip_worker.errors import DivergedError
+
+_NO_BLOCK = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class Slot:
+    """A request in the tables; `tokens` is as long as the context, `known` of them are set."""
+
+    tokens: npt.NDArray[np.int64]
+    known: int
+    output_start: int
+    length: int
+    block_ids: list[int]
+    sampling: SlotSampling
+    wants_logprobs: bool
+    wants_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """A row of a step once applied: the slot computes its tokens `start` .. `stop` - 1."""
+
+    slot_index: int
+    slot: Slot
+    start: int
+    stop: int
+    sampled: bool
+
+
+class SlotTables:
+    """All slots of one epoch.
+
+    context_tokens: most tokens whose KV a slot may hold; blocks_count: capacity of the KV pool;
+    row_tokens_max: most tokens of all rows of a step.
+    """
+
+    def __init__(
+        self,
+        slots_count: int,
+        context_tokens: int,
+        block_tokens: int,
+        blocks_count: int,
+        row_tokens_max: int,
+    ) -> None:
+        self._context_tokens = context_tokens
+        self._block_tokens = block_tokens
+        self._blocks_count = blocks_count
+        self._row_tokens_max = row_tokens_max
+        self._slots: list[Slot | None] = [None] * slots_count
+        # One more than the context: the token drawn at its very end is known but never computed.
+        self._tokens = np.zeros((slots_count, context_tokens + 1), dtype=np.int64)
+
+    def apply(self, step: Step) -> list[PlannedRow]:
+        """Applies releases, admissions, extensions, blocks and rows, in this order.
+
+        Lengths count the step's tokens from here on. Raises DivergedError at the first change that
+        does not fit, and if the digest after the step is not the step's.
+        """
+        for slot_index in step.releases:
+            self._occupied(slot_index, "release")
+            self._slots[slot_index] = None
+        for admission in step.admissions:
+            self._admit(admission)
+        for slot_index, token_ids in step.extensions:
+            self._extend(slot_index, token_ids)
+        for slot_index, block_id in step.new_blocks:
+            slot = self._occupied(slot_index, "new block")
+            self._check_block(slot_index, block_id)
+            slot.block_ids.append(block_id)
+        rows = self._plan_rows(step.rows)
+        if step.digest is not None:
+            digest = self.digest()
+            if digest != step.digest:
+                raise DivergedError(
+                    f"state digest is {digest:#010x}, the step says {step.digest:#010x}"
+                )
+        return rows
+
+    def record(self, slot: Slot, token_id: int) -> None:
+        """Appends a drawn token to what is known."""
+        slot.tokens[slot.known] = token_id
+        slot.known += 1
+
+    def occupied(self) -> list[int]:
+        """Indices of the slots that hold a request, ascending."""
+        return [index for index, slot in enumerate(self._slots) if slot is not None]
+
+    def digest(self) -> int:
+        """CRC-32 over (slot, length, blocks, last block) of every occupied slot, ascending."""
+        quadruples = [
+            (
+                index,
+                slot.length,
+                len(slot.block_ids),
+                slot.block_ids[-1] if slot.block_ids else _NO_BLOCK,
+            )
+            for index, slot in enumerate(self._slots)
+            if slot is not None
+        ]
+        return zlib.crc32(np.array(quadruples, dtype="<u4").tobytes())
+
+    def _occupied(self, slot_index: int, what: str) -> Slot:
+        slot = self._slots[slot_index] if 0 <= slot_index < len(self._slots) else None
+        if slot is None:
+            raise DivergedError(f"{what} for slot {slot_index}, which holds no request")
+        return slot
+
+    def _admit(self, admission: Admission) -> None:
+        index = admission.slot
+        if not 0 <= index < len(self._slots):
+            raise DivergedError(f"admission to slot {index} of {len(self._slots)}")
+        if self._slots[index] is not None:
+            raise DivergedError(f"admission to slot {index}, which holds a request")
+        cached = admission.cached_count
+        if not 0 <= cached <= len(admission.block_ids) * self._block_tokens:
+            raise DivergedError(
+                f"admission to slot {index}: {cached} cached tokens in "
+                f"{len(admission.block_ids)} blocks of {self._block_tokens}"
+            )
+        for block_id in admission.block_ids:
+            self._check_block(index, block_id)
+        self._slots[index] = Slot(
+            tokens=self._tokens[index],
+            known=0,
+            output_start=admission.output_start,
+            length=cached,
+            block_ids=list(admission.block_ids),
+            sampling=admission.sampling,
+            wants_logprobs=admission.wants_logprobs,
+            wants_logits=admission.wants_logits,
+        )
+        self._extend(index, admission.token_ids)
+
+    def _extend(self, slot_index: int, token_ids: tuple[int, ...]) -> None:
+        slot = self._occupied(slot_index, "extension")
+        known = slot.known + len(token_ids)
+        if known > self._context_tokens:
+            raise DivergedError(
+                f"slot {slot_index} would know {known} tokens; the context has "
+                f"{self._context_tokens}"
+            )
+        slot.tokens[slot.known : known] = token_ids
+        slot.known = known
+
+    def _check_block(self, slot_index: int, block_id: int) -> None:
+        if not 0 <= block_id < self._blocks_count:
+            raise DivergedError(
+                f"slot {slot_index} is given block {block_id}; there are {self._blocks_count}"
+            )
+
+    def _plan_rows(self, rows: tuple[StepRow, ...]) -> list[PlannedRow]:
+        planned = [self._plan_row(row) for row in rows]
+        if len({row.slot_index for row in planned}) != len(planned):
+            raise DivergedError("a slot stands in two rows of a step")
+        tokens_count = sum(row.stop - row.start for row in planned)
+        if tokens_count > self._row_tokens_max:
+            raise DivergedError(
+                f"a step of {tokens_count} tokens; chunk and slots allow {self._row_tokens_max}"
+            )
+        return planned
+
+    def _plan_row(self, row: StepRow) -> PlannedRow:
+        slot = self._occupied(row.slot, "row")
+        start, stop = slot.length, slot.length + row.tokens_count
+        if row.tokens_count < 1 or stop > slot.known or stop > self._context_tokens:
+            raise DivergedError(
+                f"slot {row.slot} is to compute tokens {start} to {stop}; it knows {slot.known} "
+                f"and the context has {self._context_tokens}"
+            )
+        if row.sampled and stop != slot.known:
+            raise DivergedError(
+                f"slot {row.slot} is to draw after token {stop}, but knows {slot.known}"
+            )
+        if stop > len(slot.block_ids) * self._block_tokens:
+            raise DivergedError(
+                f"slot {row.slot} is to hold {stop} tokens in {len(slot.block_ids)} blocks of "
+                f"{self._block_tokens}"
+            )
+        slot.length = stop
+        return PlannedRow(row.slot, slot, start, stop, row.sampled)

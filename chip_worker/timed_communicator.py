@@ -1,0 +1,92 @@
+"""A communicator that measures how long this rank waits for the others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+
+import torch
+from typing_extensions import override
+
+from backends.errors import CommunicatorError
+from backends.interface import Communicator, Work
+
+
+class TimedCommunicator(Communicator):
+    """Passes everything on to `inner`; `waited_ns` grows by the time spent in calls and waits."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.rank, inner.world_size)
+        self.waited_ns = 0
+        self._inner = inner
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        return self._submit(lambda: self._inner.all_reduce(tensor))
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        return self._submit(lambda: self._inner.all_gather(tensor, output))
+
+    @override
+    def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        return self._submit(lambda: self._inner.reduce_scatter(tensor, output))
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        return self._submit(lambda: self._inner.broadcast(tensor, root))
+
+    @override
+    def send(self, tensor: torch.Tensor, peer: int) -> Work:
+        return self._submit(lambda: self._inner.send(tensor, peer))
+
+    @override
+    def receive(self, tensor: torch.Tensor, peer: int) -> Work:
+        return self._submit(lambda: self._inner.receive(tensor, peer))
+
+    @override
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        with self._inner.group():
+            yield
+
+    @override
+    def abort(self) -> None:
+        self._inner.abort()
+
+    @override
+    def close(self) -> None:
+        self._inner.close()
+
+    def _submit(self, call: Callable[[], Work]) -> Work:
+        started_ns = perf_counter_ns()
+        work = call()
+        self.waited_ns += perf_counter_ns() - started_ns
+        return _TimedWork(work, self)
+
+
+class _TimedWork(Work):
+    """Work whose host waits count for its communicator."""
+
+    def __init__(self, inner: Work, communicator: TimedCommunicator) -> None:
+        self._inner = inner
+        self._communicator = communicator
+
+    @override
+    def wait_stream(self) -> None:
+        started_ns = perf_counter_ns()
+        self._inner.wait_stream()
+        self._communicator.waited_ns += perf_counter_ns() - started_ns
+
+    @override
+    def wait(self, timeout_s: float | None = None) -> None:
+        started_ns = perf_counter_ns()
+        self._inner.wait(timeout_s)
+        self._communicator.waited_ns += perf_counter_ns() - started_ns
+
+    @override
+    def done(self) -> bool:
+        return self._inner.done()
+
+    @override
+    def exception(self) -> CommunicatorError | None:
+        return self._inner.exception()

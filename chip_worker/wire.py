@@ -1,0 +1,302 @@
+"""Conversion between a worker's plain records and the messages of protos/worker.proto.
+
+    AttachResponse  --decode_command-->  Command      Report  --encode_report-->  AttachRequest
+
+Decoders check shape; whether a message is of the right term and epoch, the inbox checks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chip_worker.batch import (
+    Admission,
+    Command,
+    Fault,
+    FaultKind,
+    FormGroup,
+    Ready,
+    Rendezvous,
+    Report,
+    ResetEpoch,
+    RowResult,
+    Shutdown,
+    SlotSampling,
+    Step,
+    StepAck,
+    StepResult,
+    StepRow,
+    StepTimes,
+)
+from chip_worker.errors import WorkerError
+from protos import worker_pb2
+
+PROTOCOL_VERSION = 1
+
+_FAULT_KINDS = {
+    FaultKind.DEVICE: worker_pb2.FAULT_KIND_DEVICE,
+    FaultKind.OUT_OF_MEMORY: worker_pb2.FAULT_KIND_OUT_OF_MEMORY,
+    FaultKind.PEER: worker_pb2.FAULT_KIND_PEER,
+    FaultKind.DIVERGED: worker_pb2.FAULT_KIND_DIVERGED,
+    FaultKind.MODEL: worker_pb2.FAULT_KIND_MODEL,
+    FaultKind.INTERNAL: worker_pb2.FAULT_KIND_INTERNAL,
+}
+
+
+class MalformedMessage(WorkerError):
+    """A message of the control plane has not the shape the protocol gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker process says of itself in Hello; fixed for the life of the process."""
+
+    worker_id: str
+    incarnation: int
+    pid: int
+    backend: str
+    chip_index: int
+    chip_description: str
+    memory_bytes: int
+    dtype: str
+    batch_invariant: bool
+    can_abort: bool
+    block_tokens_multiple: int
+    model_name: str
+    architecture: str
+    model_digest: str
+    context_tokens: int
+    vocabulary_size: int
+
+
+# ---------------------------------------------------------------- to the control plane
+
+
+def encode_hello(
+    identity: Identity, term_highest: int, join_token: str | None
+) -> worker_pb2.AttachRequest:
+    """Introduces the process."""
+    return worker_pb2.AttachRequest(
+        hello=worker_pb2.Hello(
+            worker_id=identity.worker_id,
+            incarnation=identity.incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            chip=worker_pb2.ChipInfo(
+                backend=identity.backend,
+                index=identity.chip_index,
+                description=identity.chip_description,
+                memory_bytes=identity.memory_bytes,
+                dtype=identity.dtype,
+                batch_invariant=identity.batch_invariant,
+                can_abort=identity.can_abort,
+                block_tokens_multiple=identity.block_tokens_multiple,
+            ),
+            model=worker_pb2.ModelFingerprint(
+                name=identity.model_name,
+                architecture=identity.architecture,
+                digest=identity.model_digest,
+                context_tokens=identity.context_tokens,
+                vocabulary_size=identity.vocabulary_size,
+            ),
+            term_highest=term_highest,
+            pid=identity.pid,
+            join_token=join_token,
+        )
+    )
+
+
+def encode_goodbye(reason: str) -> worker_pb2.AttachRequest:
+    """The process leaves on purpose."""
+    return worker_pb2.AttachRequest(goodbye=worker_pb2.Goodbye(reason=reason))
+
+
+def encode_report(report: Report) -> worker_pb2.AttachRequest:
+    """A report of the session, as the message that carries it."""
+    match report:
+        case StepResult():
+            return worker_pb2.AttachRequest(result=_encode_result(report))
+        case StepAck():
+            ack = worker_pb2.StepAck(
+                term=report.term,
+                group_epoch=report.epoch,
+                times=[_encode_times(times) for times in report.times],
+            )
+            return worker_pb2.AttachRequest(ack=ack)
+        case Rendezvous():
+            rendezvous = worker_pb2.Rendezvous(
+                term=report.term, group_epoch=report.epoch, address=report.address
+            )
+            return worker_pb2.AttachRequest(rendezvous=rendezvous)
+        case Ready():
+            return worker_pb2.AttachRequest(ready=_encode_ready(report))
+        case Fault():
+            fault = worker_pb2.Fault(
+                term=report.term,
+                group_epoch=report.epoch,
+                step_id=report.step_id,
+                kind=_FAULT_KINDS[report.kind],
+                message=report.message,
+                exiting=report.exiting,
+            )
+            return worker_pb2.AttachRequest(fault=fault)
+
+
+def _encode_ready(ready: Ready) -> worker_pb2.Ready:
+    return worker_pb2.Ready(
+        term=ready.term,
+        group_epoch=ready.epoch,
+        blocks=ready.blocks,
+        prefill_tokens_per_s=ready.prefill_tokens_per_s,
+        decode_step_s=ready.decode_step_s,
+        step_credit=ready.step_credit,
+        weight_bytes=ready.weight_bytes,
+    )
+
+
+def _encode_result(result: StepResult) -> worker_pb2.StepResult:
+    """Columns that no row needs stay empty: log-probabilities, status, logits."""
+    rows = result.rows
+    message = worker_pb2.StepResult(
+        term=result.term,
+        group_epoch=result.epoch,
+        step_id=result.step_id,
+        token_count=[len(row.token_ids) for row in rows],
+        token_ids=[token_id for row in rows for token_id in row.token_ids],
+        times=_encode_times(result.times),
+    )
+    if any(row.logprobs for row in rows):
+        message.logprobs.extend(value for row in rows for value in _padded_logprobs(row))
+    if not all(row.finite for row in rows):
+        message.status.extend(
+            worker_pb2.ROW_STATUS_OK if row.finite else worker_pb2.ROW_STATUS_NOT_FINITE
+            for row in rows
+        )
+    if any(row.logits is not None for row in rows):
+        message.logits.extend(row.logits or b"" for row in rows)
+    return message
+
+
+def _padded_logprobs(row: RowResult) -> Sequence[float]:
+    return row.logprobs or (math.nan,) * len(row.token_ids)
+
+
+def _encode_times(times: StepTimes) -> worker_pb2.StepTimes:
+    return worker_pb2.StepTimes(
+        step_id=times.step_id,
+        queue_ns=times.queue_ns,
+        device_ns=times.device_ns,
+        communication_ns=times.communication_ns,
+        gap_ns=times.gap_ns,
+    )
+
+
+# ---------------------------------------------------------------- from the control plane
+
+
+def decode_command(message: worker_pb2.AttachResponse, received_ns: int) -> Command:
+    """The command a message means; received_ns is its arrival on a monotonic clock.
+
+    Raises MalformedMessage.
+    """
+    match message.WhichOneof("kind"):
+        case "step":
+            return _decode_step(message.step, received_ns)
+        case "form":
+            return _decode_form_group(message.form)
+        case "rendezvous":
+            rendezvous = message.rendezvous
+            return Rendezvous(rendezvous.term, rendezvous.group_epoch, rendezvous.address)
+        case "reset":
+            return ResetEpoch(message.reset.term, message.reset.group_epoch, message.reset.reason)
+        case "shutdown":
+            return Shutdown(message.shutdown.reason)
+        case kind:
+            raise MalformedMessage(
+                f"the control plane may not send {kind or 'an empty message'} here; is it a newer "
+                f"version than this worker?"
+            )
+
+
+def _decode_form_group(form: worker_pb2.FormGroup) -> FormGroup:
+    layout = form.layout
+    if layout.tensor_rank >= layout.tensor_size or form.group_epoch == 0:
+        raise MalformedMessage(
+            f"FormGroup with rank {layout.tensor_rank} of {layout.tensor_size}, epoch "
+            f"{form.group_epoch}"
+        )
+    return FormGroup(
+        term=form.term,
+        group_id=form.group_id,
+        epoch=form.group_epoch,
+        rank=layout.tensor_rank,
+        world_size=layout.tensor_size,
+        deadline_s=form.deadline_s,
+        block_tokens=form.block_tokens,
+        slots=form.slots,
+        chunk_tokens=form.chunk_tokens,
+        context_tokens=form.context_tokens,
+        kv_policy=form.kv_policy,
+        step_deadline_s=form.step_deadline_s,
+    )
+
+
+def _decode_step(step: worker_pb2.Step, received_ns: int) -> Step:
+    _check_columns("extension", step.extension_slot, step.extension_count)
+    _check_columns("block", step.block_slot, step.block_id)
+    _check_columns("row", step.row_slot, step.row_tokens)
+    if sum(step.extension_count) != len(step.extension_ids):
+        raise MalformedMessage(
+            f"extensions name {sum(step.extension_count)} ids, {len(step.extension_ids)} came"
+        )
+    sampled = set(step.sampled_row)
+    if len(sampled) != len(step.sampled_row) or max(sampled, default=-1) >= len(step.row_slot):
+        raise MalformedMessage(f"sampled rows {list(step.sampled_row)} do not fit the rows")
+    return Step(
+        term=step.term,
+        epoch=step.group_epoch,
+        step_id=step.step_id,
+        releases=tuple(step.release_slot),
+        admissions=tuple(_decode_admission(admission) for admission in step.admissions),
+        extensions=_decode_extensions(step),
+        new_blocks=tuple(zip(step.block_slot, step.block_id, strict=True)),
+        rows=tuple(
+            StepRow(slot=slot, tokens_count=tokens_count, sampled=index in sampled)
+            for index, (slot, tokens_count) in enumerate(
+                zip(step.row_slot, step.row_tokens, strict=True)
+            )
+        ),
+        digest=step.state_digest if step.HasField("state_digest") else None,
+        received_ns=received_ns,
+    )
+
+
+def _decode_extensions(step: worker_pb2.Step) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    extensions = []
+    start = 0
+    for slot, count in zip(step.extension_slot, step.extension_count, strict=True):
+        extensions.append((slot, tuple(step.extension_ids[start : start + count])))
+        start += count
+    return tuple(extensions)
+
+
+def _decode_admission(admission: worker_pb2.Admission) -> Admission:
+    return Admission(
+        slot=admission.slot,
+        token_ids=tuple(admission.token_ids),
+        output_start=admission.output_start,
+        cached_count=admission.cached_count,
+        block_ids=tuple(admission.block_ids),
+        sampling=SlotSampling(
+            temperature=admission.sampling.temperature,
+            seed=admission.sampling.seed,
+            choice=admission.sampling.choice,
+        ),
+        wants_logprobs=admission.wants.logprob,
+        wants_logits=admission.wants.logits,
+        adapter=admission.adapter,
+    )
+
+
+def _check_columns(name: str, slots: Sequence[int], values: Sequence[int]) -> None:
+    if len(slots) != len(values):
+        raise MalformedMessage(f"{name} columns have {len(slots)} and {len(values)} entries")

@@ -1,0 +1,135 @@
+"""The loop around the scheduling core: events in, effects out, one timer, all on the event loop.
+
+intake, dispatch --post--> CoreLoop --handle--> core --effects--> intake, dispatch, timer, log
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from control_plane.dispatch.dispatcher import DispatchEffect
+from control_plane.scheduling.messages import (
+    Accepted,
+    CacheFlushed,
+    Condemn,
+    DropWorker,
+    Effect,
+    Event,
+    Failed,
+    FormGroup,
+    Log,
+    ResetWorker,
+    SendRendezvous,
+    SendStep,
+    ServingChanged,
+    Snapshot,
+    Tick,
+    Tokens,
+    WakeAt,
+)
+
+CORE_FAILED = "core.failed"
+
+IntakeEffect = Accepted | Tokens | Failed | CacheFlushed | ServingChanged
+
+_log = structlog.get_logger()
+
+
+class Core(Protocol):
+    """What the loop needs of the scheduling core."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Takes an event; returns what is to be done about it, in order."""
+
+    def snapshot(self, now: float) -> Snapshot:
+        """The present state, for people and tests."""
+
+
+class CoreLoop:
+    """Feeds the core one event at a time. All methods are for the event loop's thread.
+
+    clock: monotonic seconds. deliver, carry_out, condemn: take effects for intake, for dispatch and
+    for launchers; each may post again. on_failure: called once if the core or one of them raises;
+    the state is then not to be trusted, so no later event is handled.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        clock: Callable[[], float],
+        *,
+        deliver: Callable[[IntakeEffect], None],
+        carry_out: Callable[[DispatchEffect], None],
+        condemn: Callable[[Condemn], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._deliver = deliver
+        self._carry_out = carry_out
+        self._condemn = condemn
+        self._on_failure = on_failure
+        self._events: deque[Event] = deque()
+        self._pumping = False
+        self._failed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake_at = 0.0
+
+    def post(self, event: Event) -> None:
+        """Handles an event and all it leads to, or queues it if called while that happens."""
+        self._events.append(event)
+        if self._pumping or self._failed:
+            return
+        self._pumping = True
+        try:
+            while self._events:
+                for effect in self._core.handle(self._events.popleft(), self._clock()):
+                    self._route(effect)
+        except Exception:
+            self._failed = True
+            # Raising alone would end in the log of whichever server or timer called.
+            _log.critical(CORE_FAILED, event_kind=type(event).__name__, exc_info=True)
+            self._on_failure()
+            raise
+        finally:
+            self._pumping = False
+
+    def snapshot(self) -> Snapshot:
+        """The core's present state."""
+        return self._core.snapshot(self._clock())
+
+    def close(self) -> None:
+        """Cancels the timer; events are still handled."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _route(self, effect: Effect) -> None:
+        match effect:
+            case Tokens() | Accepted() | Failed() | CacheFlushed() | ServingChanged():
+                self._deliver(effect)
+            case SendStep() | FormGroup() | SendRendezvous() | ResetWorker() | DropWorker():
+                self._carry_out(effect)
+            case Condemn():
+                self._condemn(effect)
+            case WakeAt():
+                self._wake(effect.when)
+            case Log():
+                _log.info(effect.event, **effect.fields)
+
+    def _wake(self, when: float) -> None:
+        """Sets the one timer; a later time than the one outstanding changes nothing."""
+        if self._timer is not None:
+            if self._wake_at <= when:
+                return
+            self._timer.cancel()
+        self._wake_at = when
+        delay_s = max(0.0, when - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(Tick())

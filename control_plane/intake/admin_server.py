@@ -1,0 +1,115 @@
+"""AdminService: what operators, the launcher and tests ask of a running service."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from struct import iter_unpack
+
+import grpc
+from typing_extensions import override
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.errors import InvalidRequest, RequestError, WorkerFailure
+from control_plane.intake import wire
+from control_plane.intake.admission import Admission, GenerationInput, TokenPrompt
+from control_plane.intake.answer_book import AnswerBook
+from control_plane.intake.grpc_errors import abort
+from control_plane.intake.release import VERSION
+from control_plane.intake.verdict_hub import VerdictHub
+from control_plane.scheduling.messages import Snapshot
+from protos import admin_pb2, admin_pb2_grpc
+
+StatusContext = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
+FlushContext = grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse]
+LogitsContext = grpc.aio.ServicerContext[
+    admin_pb2.DebugLogitsRequest, admin_pb2.DebugLogitsResponse
+]
+VerdictsContext = grpc.aio.ServicerContext[admin_pb2.WatchVerdictsRequest, admin_pb2.Verdict]
+
+
+class AdminServer(admin_pb2_grpc.AdminServiceServicer):
+    """snapshot: the core's present state. term: the control plane's term."""
+
+    def __init__(
+        self,
+        config: ControlPlaneConfig,
+        admission: Admission,
+        book: AnswerBook,
+        verdicts: VerdictHub,
+        snapshot: Callable[[], Snapshot],
+        term: Callable[[], int],
+    ) -> None:
+        self._debug_api = config.debug_api
+        self._admission = admission
+        self._book = book
+        self._verdicts = verdicts
+        self._snapshot = snapshot
+        self._term = term
+
+    @override
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: StatusContext
+    ) -> admin_pb2.GetStatusResponse:
+        return wire.status_response(
+            self._snapshot(),
+            intake_count=self._book.running_count,
+            term=self._term(),
+            version=VERSION,
+        )
+
+    @override
+    async def FlushCache(
+        self, request: admin_pb2.FlushCacheRequest, context: FlushContext
+    ) -> admin_pb2.FlushCacheResponse:
+        try:
+            return admin_pb2.FlushCacheResponse(blocks_freed=await self._book.flush_cache())
+        except RequestError as error:
+            await abort(context, error)
+
+    @override
+    async def DebugLogits(
+        self, request: admin_pb2.DebugLogitsRequest, context: LogitsContext
+    ) -> admin_pb2.DebugLogitsResponse:
+        if not self._debug_api:
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "DebugLogits is off; start the control plane with --debug-api",
+            )
+        try:
+            return await self._logits(request)
+        except RequestError as error:
+            await abort(context, error)
+
+    async def _logits(self, request: admin_pb2.DebugLogitsRequest) -> admin_pb2.DebugLogitsResponse:
+        group_ids = [group.group_id for group in self._snapshot().groups]
+        if request.group and request.group not in group_ids:
+            raise InvalidRequest(
+                f"group: {request.group[:80]!r} does not exist; send one of "
+                f"{', '.join(group_ids) or '(none yet)'} or leave it out",
+                field="group",
+            )
+        admitted = await self._admission.admit(
+            GenerationInput(
+                prompt=TokenPrompt(tuple(request.token_ids)),
+                temperature=0.0,
+                max_tokens=1,
+                ignore_eos=True,
+            )
+        )
+        looking = replace(admitted.request, wants_logits=True, target_group=request.group or None)
+        with self._book.answering(replace(admitted, request=looking)) as answer:
+            await answer.next_piece()
+        if answer.logits is None:
+            raise WorkerFailure("the worker returned no logits")
+        return admin_pb2.DebugLogitsResponse(
+            logits=(value for (value,) in iter_unpack("<f", answer.logits)),
+            group=answer.facts.group_id,
+        )
+
+    # A watcher hears nothing for hours; yielding leaves the end of the call to gRPC.
+    @override
+    async def WatchVerdicts(  # type: ignore[override]
+        self, request: admin_pb2.WatchVerdictsRequest, context: VerdictsContext
+    ) -> None:
+        with self._verdicts.watching() as verdicts:
+            async for condemn in verdicts:
+                await context.write(wire.verdict(condemn))

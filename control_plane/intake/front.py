@@ -1,0 +1,129 @@
+"""The whole intake behind one object: the service feeds it effects and wires it to the core.
+
+clients --> HttpServer, InferenceServer, AdminServer --> Admission --> AnswerBook --post--> core
+                                                                 AnswerBook <--deliver-- core
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from anyio.abc import TaskGroup
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.intake.admin_server import AdminServer
+from control_plane.intake.admission import Admission
+from control_plane.intake.answer_book import AnswerBook
+from control_plane.intake.chat_template import ChatTemplate
+from control_plane.intake.grpc_server import GrpcServer
+from control_plane.intake.http_app import HttpApp
+from control_plane.intake.http_server import HttpServer
+from control_plane.intake.model_card import ModelCard
+from control_plane.intake.model_files import ModelFiles
+from control_plane.intake.tokenizer import Tokenizer
+from control_plane.intake.tokenizer_pool import TokenizerPool
+from control_plane.intake.verdict_hub import VerdictHub
+from control_plane.scheduling.messages import Condemn, Effect, Event, ServingChanged, Snapshot
+
+RESPONSES_GRACE_S = 2.0
+"""How long `stop` lets responses that are already complete leave the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntakePorts:
+    """Where the two client servers listen."""
+
+    http_port: int
+    grpc_port: int
+
+
+class Intake:
+    """Client-facing half of the control plane. All methods are for the event loop's thread.
+
+    post: takes an event to the core; it may call `deliver` before it returns. snapshot: the core's
+    present state. clock: the monotonic clock of the core, for deadlines. term: the control plane's
+    term, for status. Construction builds the tokenizer (0.3 s for 50 k tokens) and raises
+    ConfigurationError if the model's files do not allow it.
+    """
+
+    def __init__(
+        self,
+        config: ControlPlaneConfig,
+        model: ModelFiles,
+        post: Callable[[Event], None],
+        snapshot: Callable[[], Snapshot],
+        clock: Callable[[], float],
+        term: Callable[[], int] = lambda: 0,
+    ) -> None:
+        tokenizer = Tokenizer(model.tokenizer, str(model.path))
+        card = ModelCard.of(model, config.model_name, config.scheduling.context_tokens)
+        self._book = AnswerBook(post, tokenizer)
+        self._pool = TokenizerPool(
+            tokenizer,
+            ChatTemplate(model.chat_template, model.special_tokens, local_now),
+            config.tokenizer_threads,
+        )
+        admission = Admission(card, self._pool, random.SystemRandom())
+        self._verdicts = VerdictHub()
+        self._http = HttpServer(
+            config, HttpApp(config, card, admission, self._book, tokenizer, utc_now).asgi()
+        )
+        self._grpc = GrpcServer(
+            config,
+            card,
+            admission,
+            self._book,
+            clock,
+            AdminServer(config, admission, self._book, self._verdicts, snapshot, term),
+        )
+
+    async def start(self, tasks: TaskGroup) -> IntakePorts:
+        """Opens both servers; `tasks` runs their background work until `stop`."""
+        grpc_port = await self._grpc.start(tasks)
+        return IntakePorts(http_port=await self._http.start(tasks), grpc_port=grpc_port)
+
+    async def stop(self) -> None:
+        """Ends every answer still running with UNAVAILABLE, then closes the servers."""
+        self.refuse_new("the service is stopping")
+        self._book.fail_all("the service stopped before the answer was complete")
+        self._verdicts.close()
+        await self._http.stop(RESPONSES_GRACE_S)
+        await self._grpc.stop(RESPONSES_GRACE_S)
+        self._pool.close()
+
+    def deliver(self, effect: Effect) -> None:
+        """Takes an effect of the core; those that are not for intake are ignored."""
+        self._book.deliver(effect)
+        if isinstance(effect, ServingChanged):
+            self._grpc.health_changed()
+
+    def publish_verdict(self, condemn: Condemn) -> None:
+        """Tells every launcher that watches that this process must be killed."""
+        self._verdicts.publish(condemn)
+
+    @property
+    def running_count(self) -> int:
+        """Answers not ended yet; drain waits until it is 0."""
+        return self._book.running_count
+
+    def refuse_new(self, reason: str) -> None:
+        """From now on new requests get UNAVAILABLE with this reason; health says not serving."""
+        self._book.refuse_new(reason)
+        self._grpc.health_changed()
+
+
+def load_intake_model(config: ControlPlaneConfig) -> ModelFiles:
+    """Reads the metadata of the configured model (0.2 s for 50 k tokens); ConfigurationError."""
+    return ModelFiles.load(Path(config.model_path))
+
+
+def local_now() -> datetime:
+    """Local time, for templates that print the date."""
+    return datetime.now(timezone.utc).astimezone()
+
+
+def utc_now() -> float:
+    """Seconds since 1970, for the `created` field of HTTP answers."""
+    return datetime.now(timezone.utc).timestamp()

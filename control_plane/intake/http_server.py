@@ -1,0 +1,67 @@
+"""The listening HTTP server: uvicorn inside the running loop, without its signal handling."""
+
+import math
+import socket
+
+import uvicorn
+from anyio.abc import TaskGroup
+from starlette.types import ASGIApp
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.errors import ConfigurationError
+
+KEEP_ALIVE_S = 75
+"""Longer than most clients and proxies keep an idle connection, so that they close it first."""
+
+
+class HttpServer:
+    """Serves one application from `start` to `stop`."""
+
+    def __init__(self, config: ControlPlaneConfig, app: ASGIApp) -> None:
+        self._host = config.host
+        self._port = config.http_port
+        self._app = app
+        self._server: uvicorn.Server | None = None
+
+    async def start(self, tasks: TaskGroup) -> int:
+        """Listens; returns the port. Raises ConfigurationError if the address cannot be had."""
+        listener = self._listen()
+        server = uvicorn.Server(
+            uvicorn.Config(
+                self._app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+        # The parts of uvicorn's `serve` but for its signal handlers, which are the service's.
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[listener])
+        tasks.start_soon(server.main_loop)
+        self._server = server
+        port: int = listener.getsockname()[1]
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops listening; responses in progress have `grace_s` to end."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.should_exit = True
+        server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        await server.shutdown()
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            return socket.create_server((self._host, self._port), family=family)
+        except OSError as error:
+            raise ConfigurationError(
+                f"http port {self._port} on {self._host} cannot be opened: {error.strerror}; "
+                "choose another with --http-port, or 0 for any free one"
+            ) from error

@@ -1,0 +1,37 @@
+"""What clients are told about the served model, and the limits their requests are held to."""
+
+from dataclasses import dataclass
+
+from control_plane.intake.model_files import ModelFiles
+
+ALIAS = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """names: every name the model answers to, its own first. context_tokens: prompt and output."""
+
+    names: tuple[str, ...]
+    architecture: str
+    context_tokens: int
+    vocabulary_size: int
+    end_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+    @property
+    def name(self) -> str:
+        """The name answers carry."""
+        return self.names[0]
+
+    @staticmethod
+    def of(model: ModelFiles, name: str, context_tokens: int | None) -> "ModelCard":
+        """The card of a model; name: "" means the name of its file. context_tokens: a lower limit
+        than the model's own, if one is set."""
+        return ModelCard(
+            names=tuple(dict.fromkeys((name or model.name, ALIAS))),
+            architecture=model.architecture,
+            context_tokens=min(model.context_tokens, context_tokens or model.context_tokens),
+            vocabulary_size=model.vocabulary_size,
+            end_token_ids=model.end_token_ids,
+            has_chat_template=model.chat_template is not None,
+        )

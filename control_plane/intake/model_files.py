@@ -1,0 +1,223 @@
+"""What intake must know of a model, from its files: a GGUF file or a Hugging Face directory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from control_plane.errors import ConfigurationError
+from control_plane.intake.gguf_metadata import Value, read_gguf_metadata
+
+Kind = TypeVar("Kind")
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+GGUF_SPECIAL_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
+"""Pre-tokenizers whose models begin with the start token unless the file says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerJson:
+    """A tokenizer of the `tokenizers` library, stored as it saves itself."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """A tokenizer as GGUF metadata holds it; token_types are GGUF's (3 control, 4 user-defined)."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    token_types: list[int]
+    merges: list[str]
+    bos_id: int | None
+    add_bos: bool
+
+
+TokenizerSource = TokenizerJson | GgufVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Facts of a model that clients see, and the source of its tokenizer.
+
+    special_tokens: texts that chat templates refer to, such as bos_token. chat_template: None if
+    the model has none. end_token_ids: every id that ends an answer, ascending.
+    """
+
+    path: Path
+    name: str
+    architecture: str
+    context_tokens: int
+    vocabulary_size: int
+    end_token_ids: tuple[int, ...]
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    tokenizer: TokenizerSource
+
+    @staticmethod
+    def load(path: Path) -> "ModelFiles":
+        """Reads metadata only; raises ConfigurationError naming the file and what is wrong."""
+        if path.is_dir():
+            return _from_directory(path)
+        if path.is_file():
+            return _from_gguf(path)
+        raise ConfigurationError(
+            f"model {path}: no such file or directory; give a GGUF file or a directory that holds "
+            "config.json, tokenizer.json and safetensors files"
+        )
+
+
+# ---------------------------------------------------------------- GGUF
+
+
+def _from_gguf(path: Path) -> ModelFiles:
+    fields = read_gguf_metadata(path)
+    architecture = _gguf(fields, path, "general.architecture", str)
+    tokens = _gguf(fields, path, "tokenizer.ggml.tokens", list)
+    ids = {
+        key: value
+        for key in (*GGUF_END_KEYS, *GGUF_SPECIAL_KEYS.values())
+        if isinstance(value := fields.get(f"tokenizer.ggml.{key}"), int)
+        and 0 <= value < len(tokens)
+    }
+    pre = str(fields.get("tokenizer.ggml.pre", ""))
+    template = fields.get("tokenizer.chat_template")
+    return ModelFiles(
+        path=path,
+        name=path.stem,
+        architecture=architecture,
+        context_tokens=_gguf(fields, path, f"{architecture}.context_length", int),
+        vocabulary_size=int(str(fields.get(f"{architecture}.vocab_size", len(tokens)))),
+        end_token_ids=tuple(sorted({ids[key] for key in GGUF_END_KEYS if key in ids})),
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={
+            name: tokens[ids[key]] for name, key in GGUF_SPECIAL_KEYS.items() if key in ids
+        },
+        tokenizer=GgufVocabulary(
+            model=_gguf(fields, path, "tokenizer.ggml.model", str),
+            pre=pre,
+            tokens=tokens,
+            token_types=_gguf(fields, path, "tokenizer.ggml.token_type", list, [1] * len(tokens)),
+            merges=_gguf(fields, path, "tokenizer.ggml.merges", list, []),
+            bos_id=ids.get("bos_token_id"),
+            add_bos=bool(fields.get("tokenizer.ggml.add_bos_token", pre in BOS_BY_DEFAULT)),
+        ),
+    )
+
+
+def _gguf(
+    fields: dict[str, Value], path: Path, key: str, kind: type[Kind], default: Kind | None = None
+) -> Kind:
+    return _checked(fields.get(key, default), kind, f"model file {path}: metadata key {key}")
+
+
+def _checked(value: object, kind: type[Kind], what: str) -> Kind:
+    if isinstance(value, kind):
+        return value
+    problem = "is missing" if value is None else f"is {value!r:.60}, not {kind.__name__}"
+    raise ConfigurationError(f"{what} {problem}")
+
+
+# ---------------------------------------------------------------- Hugging Face directory
+
+
+def _from_directory(path: Path) -> ModelFiles:
+    config = _read_json(path / "config.json")
+    text_config = config.get("text_config", config)
+    where = f"model file {path / 'config.json'}: field"
+    tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
+    tokenizer_path = path / "tokenizer.json"
+    if not tokenizer_path.is_file():
+        raise ConfigurationError(
+            f"model directory {path}: tokenizer.json is missing; convert the tokenizer with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    special_tokens = {
+        name: text
+        for name in SPECIAL_TOKEN_NAMES
+        if (text := _token_text(tokenizer_config.get(name))) is not None
+    }
+    return ModelFiles(
+        path=path,
+        name=path.resolve().name,
+        architecture=_checked(text_config.get("model_type"), str, f"{where} model_type"),
+        context_tokens=_checked(
+            text_config.get("max_position_embeddings"), int, f"{where} max_position_embeddings"
+        ),
+        vocabulary_size=_checked(text_config.get("vocab_size"), int, f"{where} vocab_size"),
+        end_token_ids=_end_token_ids(path, config, tokenizer_config, special_tokens),
+        chat_template=_directory_template(path, tokenizer_config),
+        special_tokens=special_tokens,
+        tokenizer=TokenizerJson(tokenizer_path),
+    )
+
+
+def _end_token_ids(
+    path: Path,
+    config: dict[str, Any],
+    tokenizer_config: dict[str, Any],
+    special_tokens: dict[str, str],
+) -> tuple[int, ...]:
+    """The generation config's ids, else the model's, and the tokenizer's own end token."""
+    generation = _read_json(path / "generation_config.json", optional=True)
+    declared = generation.get("eos_token_id")
+    if declared is None:
+        declared = config.get("eos_token_id")
+    ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    added = tokenizer_config.get("added_tokens_decoder")
+    entries = (
+        [(int(index), entry) for index, entry in added.items()]
+        if isinstance(added, dict)
+        else [
+            (entry["id"], entry)
+            for entry in _read_json(path / "tokenizer.json").get("added_tokens", [])
+        ]
+    )
+    end_text = special_tokens.get("eos_token")
+    ids |= {index for index, entry in entries if _token_text(entry) == end_text}
+    if not all(isinstance(index, int) for index in ids):
+        raise ConfigurationError(f"model directory {path}: eos_token_id {declared!r} is no id")
+    return tuple(sorted(ids))
+
+
+def _directory_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """A file of its own comes first, as in transformers; of several named ones, "default"."""
+    separate = path / "chat_template.jinja"
+    if separate.is_file():
+        return separate.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if template is None:
+        template = _read_json(path / "chat_template.json", optional=True).get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(token: object) -> str | None:
+    """tokenizer_config.json writes a token as text or as an object with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"model file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"model file {path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"model file {path}: holds no JSON object")
+    return content

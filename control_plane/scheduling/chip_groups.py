@@ -1,0 +1,373 @@
+"""The chip groups: which workers make up which group, in which epoch, and when an epoch ends.
+
+    waiting --all ranks idle--> forming --all ready--> serving
+       ^                          |                      |
+       '------- a rank lost, faulted, silent or late ----'
+
+Decides about workers only; what becomes of the requests, its listener decides.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from control_plane.config import SchedulingConfig
+from control_plane.scheduling.messages import (
+    Condemn,
+    DropWorker,
+    Effect,
+    FormGroup,
+    Log,
+    RendezvousOpened,
+    ResetWorker,
+    SendRendezvous,
+    WorkerFaulted,
+    WorkerInfo,
+    WorkerLost,
+    WorkerReady,
+)
+from control_plane.scheduling.timers import Timers
+from control_plane.scheduling.worker_table import (
+    OWN_FAULT_KINDS,
+    Worker,
+    WorkerState,
+    WorkerTable,
+)
+
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
+"""Pause before forming a group again whose last epochs never got to a step."""
+
+
+class GroupState(Enum):
+    """What a group is doing."""
+
+    WAITING = "waiting"  # for its workers
+    FORMING = "forming"
+    SERVING = "serving"
+
+
+@dataclass(slots=True)
+class ChipGroup:
+    """One group; epoch is 0 before the first. failures: epochs in a row without a finished step."""
+
+    group_id: str
+    worker_ids: tuple[str, ...]
+    state: GroupState = GroupState.WAITING
+    epoch: int = 0
+    block_tokens: int = 0
+    failures: int = 0
+    retry_at: float = 0.0
+    rendezvous_opened: bool = False
+
+
+class GroupListener(Protocol):
+    """Who is told of groups that come and go."""
+
+    def group_serves(self, group: ChipGroup, ranks: list[Worker], now: float) -> None:
+        """Every rank is ready; each has its `ready` record."""
+
+    def group_ended(self, group: ChipGroup, now: float) -> None:
+        """A serving group's epoch is over."""
+
+
+class ChipGroups:
+    """The table of groups and workers."""
+
+    def __init__(
+        self,
+        config: SchedulingConfig,
+        timers: Timers,
+        emit: Callable[[Effect], None],
+        listener: GroupListener,
+    ) -> None:
+        self.workers = WorkerTable(config.own_faults_max, config.own_faults_window_s)
+        self.groups: dict[str, ChipGroup] = {}
+        self._config = config
+        self._timers = timers
+        self._emit = emit
+        self._listener = listener
+        self._group_of: dict[str, ChipGroup] = {}
+        self._epoch_highest = 0
+        first = 0
+        for i, size in enumerate(config.group_sizes):
+            worker_ids = tuple(f"chip{k}" for k in range(first, first + size))
+            group = ChipGroup(f"g{i}", worker_ids)
+            self.groups[group.group_id] = group
+            self._group_of.update(dict.fromkeys(worker_ids, group))
+            first += size
+
+    # ------------------------------------------------------------ events
+
+    def attach(self, info: WorkerInfo, now: float) -> None:
+        """A process introduced itself; it takes its name over from an older one."""
+        older = self.workers.get(info.worker_id)
+        if older and older.is_attached:
+            older.state = WorkerState.LOST
+            if older.info.incarnation != info.incarnation:
+                self._drop(older, "superseded by a newer process of the same name")
+            self._end_epoch_of(older, f"worker {info.worker_id} registered again", now)
+        group = self._group_of.get(info.worker_id)
+        worker = Worker(info, group.group_id if group else "", now)
+        self.workers.put(worker)
+        self._arm_heartbeat(worker)
+        if group is None:
+            worker.state = WorkerState.UNUSED
+            self._log("worker.unused", worker, reason="no group has a worker of this name")
+            return
+        self._try_form(group, now)
+
+    def lost(self, event: WorkerLost, now: float) -> None:
+        """A worker's stream ended."""
+        worker = self._known(event.worker_id, event.incarnation)
+        if worker is None:
+            return
+        worker.state = WorkerState.LOST
+        if event.kind in OWN_FAULT_KINDS:
+            self.workers.count_fault(worker.worker_id, now)
+        self._log("worker.lost", worker, kind=event.kind.value, reason=event.message)
+        self._end_epoch_of(worker, f"worker {worker.worker_id} was lost: {event.message}", now)
+
+    def faulted(self, event: WorkerFaulted, now: float) -> None:
+        """A worker cannot go on in its epoch."""
+        worker = self._in_epoch(event.worker_id, event.incarnation, event.epoch)
+        if worker is None:
+            return
+        if event.kind in OWN_FAULT_KINDS:
+            self.workers.count_fault(worker.worker_id, now)
+        self._log("worker.faulted", worker, kind=event.kind.value, reason=event.message)
+        self._end_epoch_of(worker, f"worker {worker.worker_id} faulted: {event.message}", now)
+
+    def rendezvous(self, event: RendezvousOpened) -> None:
+        """Rank 0 opened the meeting point: the other ranks are told."""
+        worker = self._in_epoch(event.worker_id, event.incarnation, event.epoch)
+        if worker is None:
+            return
+        group = self._group_of[worker.worker_id]
+        group.rendezvous_opened = True
+        for rank in self._ranks(group)[1:]:
+            info = rank.info
+            self._emit(SendRendezvous(info.worker_id, info.incarnation, event.epoch, event.address))
+
+    def ready(self, event: WorkerReady, now: float) -> None:
+        """A worker can take steps; with the last rank the group serves."""
+        worker = self._in_epoch(event.worker_id, event.incarnation, event.epoch)
+        if worker is None or worker.state is not WorkerState.FORMING:
+            return
+        worker.state = WorkerState.READY
+        worker.ready = event
+        worker.heartbeat_at = now
+        group = self._group_of[worker.worker_id]
+        ranks = self._ranks(group)
+        if any(rank.state is not WorkerState.READY for rank in ranks):
+            return
+        group.state = GroupState.SERVING
+        self._timers.clear(("form", group.group_id))
+        for rank in ranks:
+            rank.state = WorkerState.SERVING
+            self._arm_heartbeat(rank)
+        self._emit(Log("group.serving", {"group": group.group_id, "epoch": group.epoch}))
+        self._listener.group_serves(group, ranks, now)
+
+    def heartbeat(self, worker_id: str, incarnation: int, now: float) -> None:
+        """A sign of life."""
+        worker = self._known(worker_id, incarnation)
+        if worker:
+            worker.heartbeat_at = now
+
+    def serving_rank(
+        self, worker_id: str, incarnation: int, group_id: str, epoch: int
+    ) -> ChipGroup | None:
+        """The group a step's result comes from, if it is rank 0 of its present epoch."""
+        worker = self._in_epoch(worker_id, incarnation, epoch)
+        if worker is None:
+            return None
+        group = self._group_of[worker_id]
+        if group.group_id != group_id or group.worker_ids[0] != worker_id:
+            self._log("stale", worker, reason="not a result of its group's rank 0")
+            return None
+        return group if group.state is GroupState.SERVING else None
+
+    # ------------------------------------------------------------ deadlines
+
+    def heartbeat_due(self, worker_id: str, now: float) -> None:
+        """The heartbeat timer fired: the worker is silent, or the timer is set again."""
+        worker = self.workers.get(worker_id)
+        if worker is None or not worker.is_attached:
+            return
+        # Compared as it was computed: a rounded difference could set the same time again for ever.
+        if now < worker.heartbeat_at + self._heartbeat_timeout_s(worker):
+            self._arm_heartbeat(worker)
+            return
+        silent_s = now - worker.heartbeat_at
+        self._condemn(worker, f"no heartbeat for {silent_s:.1f} s")
+        self._end_epoch_of(worker, f"worker {worker_id} is silent", now)
+
+    def formation_due(self, group_id: str, now: float) -> None:
+        """A group was not ready in time. Blamed are those who kept the others waiting."""
+        group = self.groups[group_id]
+        if group.state is not GroupState.FORMING:
+            return
+        ranks = self._ranks(group)
+        late = [rank for rank in ranks if rank.state is WorkerState.FORMING]
+        if len(ranks) > 1 and not group.rendezvous_opened:
+            late = ranks[:1]
+        elif len(late) == len(ranks) > 1:
+            late = []
+        for worker in late:
+            self.workers.count_fault(worker.worker_id, now)
+            self._condemn(worker, f"not ready {self._config.formation_deadline_s:g} s after start")
+        self.end_epoch(group, "not formed in time", now)
+
+    def step_overdue(self, group_id: str, now: float) -> None:
+        """A step's result did not come. Blamed are the silent ranks, or the only one."""
+        group = self.groups[group_id]
+        ranks = self._ranks(group)
+        silent = [rank for rank in ranks if now - rank.heartbeat_at > self._config.lease_s]
+        for worker in ranks if len(ranks) == 1 else silent:
+            self.workers.count_fault(worker.worker_id, now)
+            self._condemn(worker, f"a step took over {self._config.step_deadline_s:g} s")
+        self.end_epoch(group, "a step's result is overdue", now)
+
+    def retry_due(self, group_id: str, now: float) -> None:
+        """The pause before forming a group again is over."""
+        self._try_form(self.groups[group_id], now)
+
+    def step_finished(self, group: ChipGroup) -> None:
+        """A step came back: the group works."""
+        group.failures = 0
+
+    # ------------------------------------------------------------ epochs
+
+    def end_epoch(self, group: ChipGroup, reason: str, now: float) -> None:
+        """Ends a group's epoch, tells the workers still attached, and forms it again if it can."""
+        was_serving = group.state is GroupState.SERVING
+        if group.state is GroupState.WAITING:
+            return
+        group.state = GroupState.WAITING
+        self._timers.clear(("form", group.group_id))
+        fields: dict[str, object] = {"group": group.group_id, "epoch": group.epoch}
+        self._emit(Log("group.epoch_ended", {**fields, "reason": reason}))
+        for rank in self._ranks(group):
+            if rank.state in (WorkerState.FORMING, WorkerState.READY, WorkerState.SERVING):
+                if rank.state is not WorkerState.SERVING:
+                    rank.heartbeat_at = now  # Loading may have kept it from a sign of life.
+                rank.state = WorkerState.IDLE
+                rank.ready = None
+                self._arm_heartbeat(rank)
+                info = rank.info
+                self._emit(ResetWorker(info.worker_id, info.incarnation, group.epoch, reason))
+        if group.failures:
+            pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(group.failures - 1, 10))
+            group.retry_at = now + pause_s
+        group.failures += 1
+        if was_serving:
+            self._listener.group_ended(group, now)
+        self._try_form(group, now)
+
+    def _try_form(self, group: ChipGroup, now: float) -> None:
+        """Starts an epoch if every rank is idle and may be used."""
+        ranks = self._ranks(group)
+        if group.state is not GroupState.WAITING or not self._usable(group, ranks, now):
+            return
+        if now < group.retry_at:
+            self._timers.set(("retry", group.group_id), group.retry_at)
+            return
+        self._epoch_highest += 1
+        group.epoch = self._epoch_highest
+        group.state = GroupState.FORMING
+        group.rendezvous_opened = False
+        multiples = [rank.info.block_tokens_multiple for rank in ranks]
+        group.block_tokens = math.lcm(self._config.block_tokens, *multiples)
+        deadline_s = self._config.formation_deadline_s
+        self._timers.set(("form", group.group_id), now + deadline_s)
+        for i, rank in enumerate(ranks):
+            rank.state = WorkerState.FORMING
+            self._arm_heartbeat(rank)
+            self._emit(
+                FormGroup(
+                    worker_id=rank.worker_id,
+                    incarnation=rank.info.incarnation,
+                    group_id=group.group_id,
+                    epoch=group.epoch,
+                    rank=i,
+                    world_size=len(ranks),
+                    deadline_s=deadline_s,
+                    block_tokens=group.block_tokens,
+                )
+            )
+
+    def _usable(self, group: ChipGroup, ranks: list[Worker], now: float) -> bool:
+        """Whether all ranks are here, serve one model and have not failed too often."""
+        unused = (WorkerState.IDLE, WorkerState.MISMATCHED, WorkerState.CORDONED)
+        attached = [rank for rank in ranks if rank.state in unused]
+        for rank in attached:
+            state = WorkerState.IDLE
+            if self.workers.is_cordoned(rank.worker_id, now):
+                state = WorkerState.CORDONED
+                until = self.workers.cordoned_until(rank.worker_id)
+                self._timers.set(("retry", group.group_id), until)
+            elif rank.info.model_digest != attached[0].info.model_digest:
+                state = WorkerState.MISMATCHED
+            if state is not rank.state and state is not WorkerState.IDLE:
+                self._log(f"worker.{state.value}", rank, model=rank.info.model_digest)
+            rank.state = state
+        idle_count = sum(rank.state is WorkerState.IDLE for rank in ranks)
+        return idle_count == len(group.worker_ids)
+
+    def _ranks(self, group: ChipGroup) -> list[Worker]:
+        """The attached workers of a group, in the order of ranks."""
+        workers = [self.workers.get(worker_id) for worker_id in group.worker_ids]
+        return [worker for worker in workers if worker and worker.is_attached]
+
+    def _end_epoch_of(self, worker: Worker, reason: str, now: float) -> None:
+        group = self._group_of.get(worker.worker_id)
+        if group:
+            self.end_epoch(group, reason, now)
+
+    # ------------------------------------------------------------ who is meant
+
+    def _known(self, worker_id: str, incarnation: int) -> Worker | None:
+        worker = self.workers.find(worker_id, incarnation)
+        if worker is None:
+            self._emit(Log("stale", {"worker": worker_id, "incarnation": incarnation}))
+        return worker
+
+    def _in_epoch(self, worker_id: str, incarnation: int, epoch: int) -> Worker | None:
+        """The worker, if the event is of the epoch it is in."""
+        worker = self._known(worker_id, incarnation)
+        if worker is None:
+            return None
+        group = self._group_of.get(worker_id)
+        if group is None or group.epoch != epoch or group.state is GroupState.WAITING:
+            self._log("stale", worker, epoch=epoch)
+            return None
+        return worker
+
+    def _condemn(self, worker: Worker, reason: str) -> None:
+        info = worker.info
+        worker.state = WorkerState.LOST
+        self._emit(Condemn(info.worker_id, info.incarnation, info.pid, reason))
+        self._drop(worker, reason)
+
+    def _drop(self, worker: Worker, reason: str) -> None:
+        self._emit(DropWorker(worker.worker_id, worker.info.incarnation, reason))
+
+    def _log(self, event: str, worker: Worker, **fields: object) -> None:
+        names: dict[str, object] = {
+            "worker": worker.worker_id,
+            "incarnation": worker.info.incarnation,
+        }
+        self._emit(Log(event, names | fields))
+
+    def _heartbeat_timeout_s(self, worker: Worker) -> float:
+        if worker.state in (WorkerState.FORMING, WorkerState.READY):
+            return self._config.formation_heartbeat_timeout_s
+        return self._config.heartbeat_timeout_s
+
+    def _arm_heartbeat(self, worker: Worker) -> None:
+        """Heartbeats do not move the timer: it looks at the last one when it fires."""
+        when = worker.heartbeat_at + self._heartbeat_timeout_s(worker)
+        self._timers.set(("heartbeat", worker.worker_id), when)

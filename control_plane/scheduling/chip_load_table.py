@@ -1,0 +1,96 @@
+"""What each group has to do: counted when a request is dispatched, released when it leaves."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class GroupLoad:
+    """One group's line. Tokens are uncached ones still to be prefilled, queued or running.
+
+    queued_blocks: blocks the waiting requests will take. request_s: how long a request keeps its
+    slot, lately. available_blocks, running_count and step_s are what its scheduler last published.
+    """
+
+    group_id: str
+    block_tokens: int
+    total_blocks: int
+    slots_count: int
+    prefill_tokens_per_s: float
+    step_s: float
+    requests_count: int = 0
+    queued_tokens: int = 0
+    queued_blocks: int = 0
+    available_blocks: int = 0
+    running_count: int = 0
+    request_s: float = 1.0
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """What one request was counted as."""
+
+    group: GroupLoad
+    tokens: int
+    blocks: int
+
+
+class ChipLoadTable:
+    """Every group's load and every dispatched request's part of it."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, GroupLoad] = {}
+        self._dispatched: dict[str, Dispatched] = {}
+
+    def __len__(self) -> int:
+        return len(self._dispatched)
+
+    def add_group(self, load: GroupLoad) -> None:
+        """A group serves."""
+        self.groups[load.group_id] = load
+
+    def drop_group(self, group_id: str) -> None:
+        """A group serves no more; its requests release their load one by one."""
+        del self.groups[group_id]
+
+    def dispatch(self, request_id: str, group_id: str, tokens: int, blocks: int) -> None:
+        """Counts a request that begins to wait in a group."""
+        assert request_id not in self._dispatched, request_id
+        group = self.groups[group_id]
+        self._dispatched[request_id] = Dispatched(group, tokens, blocks)
+        group.requests_count += 1
+        group.queued_tokens += tokens
+        group.queued_blocks += blocks
+
+    def admit(self, request_id: str, tokens: int) -> None:
+        """It entered a slot: its blocks are the ledger's now, its prefill is known exactly."""
+        counted = self._dispatched[request_id]
+        counted.group.queued_blocks -= counted.blocks
+        counted.group.queued_tokens += tokens - counted.tokens
+        counted.blocks, counted.tokens = 0, tokens
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """Some of its prefill is done."""
+        counted = self._dispatched[request_id]
+        counted.group.queued_tokens -= tokens
+        counted.tokens -= tokens
+
+    def release(self, request_id: str) -> None:
+        """It left the group, one way or another; harmless if it was not counted."""
+        counted = self._dispatched.pop(request_id, None)
+        if counted:
+            counted.group.requests_count -= 1
+            counted.group.queued_tokens -= counted.tokens
+            counted.group.queued_blocks -= counted.blocks
+
+    def part_of(self, request_id: str) -> tuple[int, int]:
+        """(tokens, blocks) a request is counted as."""
+        counted = self._dispatched[request_id]
+        return counted.tokens, counted.blocks
+
+    def check_integrity(self) -> None:
+        """Asserts that every group's load is the sum of its requests'."""
+        for group in self.groups.values():
+            mine = [d for d in self._dispatched.values() if d.group is group]
+            assert group.requests_count == len(mine), group
+            assert group.queued_tokens == sum(d.tokens for d in mine), group
+            assert group.queued_blocks == sum(d.blocks for d in mine), group

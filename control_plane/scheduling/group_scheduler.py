@@ -1,0 +1,472 @@
+"""One serving group: its queue, its slots, its steps on their way, from admission to release.
+
+    waiting --admit--> running --remove--> (over)
+       ^                  |
+       '--- retracting <--'   until the results of its last steps are back
+
+Lives as long as one epoch of the group.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from control_plane.config import SchedulingConfig
+from control_plane.scheduling import step_planner
+from control_plane.scheduling.chip_load_table import ChipLoadTable
+from control_plane.scheduling.live_request import LiveRequest, Stage, blocks_for
+from control_plane.scheduling.messages import Admission, RowResult, StepPlan, TokenDelta
+from control_plane.scheduling.radix_index import GroupTree, RadixIndex
+from control_plane.scheduling.request_blocks import RequestBlocks
+from control_plane.scheduling.slot_table import SlotTable
+from control_plane.scheduling.step_planner import PlannedRow
+from control_plane.scheduling.step_time import StepTimeModel
+from control_plane.scheduling.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was sent; started_at is when the chips began it, as far as we can tell."""
+
+    step_id: int
+    rows: list[PlannedRow]
+    chunk_tokens: int
+    context_tokens: int
+    started_at: float
+
+    @property
+    def sampled_count(self) -> int:
+        """Results the step will bring."""
+        return sum(row.sampled for row in self.rows)
+
+
+class GroupScheduler:
+    """Plans the steps of a group and takes their results; decides who runs, waits and gives way."""
+
+    def __init__(
+        self,
+        config: SchedulingConfig,
+        group_id: str,
+        epoch: int,
+        index: RadixIndex,
+        tree: GroupTree,
+        load: ChipLoadTable,
+        step_time: StepTimeModel,
+    ) -> None:
+        self.group_id = group_id
+        self.epoch = epoch
+        self.tree = tree
+        self.step_time = step_time
+        self.steps_count = 0
+        self.retracted_count = 0
+        self.in_flight: deque[StepInFlight] = deque()
+        self.waiting = WaitingQueue(config.policy, config.ageing_s)
+        self.running: list[LiveRequest] = []
+        self.retracting: list[LiveRequest] = []
+        self.slots = SlotTable(config.running_max)
+        self.blocks = RequestBlocks(
+            index,
+            tree,
+            prefix_cache=config.prefix_cache,
+            chunk_tokens=config.chunk_tokens,
+            reserve_after=config.retractions_before_reservation,
+        )
+        self._config = config
+        self._load = load
+        self._admitted_at: dict[str, float] = {}
+
+    # ------------------------------------------------------------ requests in and out
+
+    def enqueue(self, live: LiveRequest) -> None:
+        """A request begins to wait here; its load is counted by the caller."""
+        live.group_id = self.group_id
+        live.stage = Stage.WAITING
+        self.waiting.add(live)
+
+    def withdraw(self, live: LiveRequest) -> None:
+        """Takes a waiting request back before its first step here is planned."""
+        assert self.waiting.remove(live), live.request_id
+        self._load.release(live.request_id)
+
+    def remove(
+        self, live: LiveRequest, now: float, *, valid_tokens: int | None, trusted: bool = True
+    ) -> None:
+        """A request is over, at whatever stage.
+
+        valid_tokens: how many of its tokens may stay cached; None means all that are computed.
+        trusted: False forgets the blocks it wrote.
+        """
+        self.waiting.remove(live)
+        placement = live.placement
+        if placement:
+            valid = placement.computed_count
+            if valid_tokens is not None:
+                valid = min(valid, valid_tokens)
+            if trusted:
+                self.blocks.release(live, placement, valid, now)
+            else:
+                self.blocks.discard(live, placement, now)
+            self._leave_slot(live, now)
+        self._load.release(live.request_id)
+        live.stage = Stage.OVER
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is on its way, and the workers' tables are empty."""
+        return not (
+            self.running
+            or self.retracting
+            or self.waiting
+            or self.in_flight
+            or self.slots.has_releases
+        )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request from elsewhere could start here at once."""
+        shares = not any(live.alone for live in self.running)
+        return shares and not self.waiting and self.slots.free_count > 0
+
+    # ------------------------------------------------------------ planning
+
+    def plan_at(self) -> float | None:
+        """When the next step is to be planned; None: at once, or not before a result is back."""
+        if not self.in_flight or len(self.in_flight) >= self._config.pipeline_depth:
+            return None
+        if not self.step_time.is_known:
+            return None
+        expected_end = self.in_flight[0].started_at
+        for step in self.in_flight:
+            expected_end += self.step_time.predict(
+                len(step.rows), step.chunk_tokens, step.context_tokens
+            )
+        return expected_end - self._config.plan_lead_s - self.step_time.margin_s
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, if one is due and there is something to do."""
+        if len(self.in_flight) >= self._config.pipeline_depth:
+            return None
+        when = self.plan_at()
+        if when is not None and now < when:
+            return None
+        self._retract_for_blocks(now)
+        decodes, new_blocks = self._ready_decodes()
+        admissions, admitted = self._admit(now)
+        extensions = self._extend_admissions(admitted)
+        for live in admitted:
+            placement = live.placement
+            assert placement, live.request_id
+            own_ids = placement.block_ids[len(placement.residencies) :]
+            new_blocks += [(placement.slot, block_id) for block_id in own_ids]
+        prefills = [
+            live
+            for live in self.running
+            if live.placement and step_planner.is_prefill(live.placement)
+        ]
+        rows = step_planner.plan_rows(
+            decodes, prefills, self._config.chunk_tokens, self._config.oldest_prefill_share
+        )
+        at_rest = not (self.running or self.retracting or self.in_flight)
+        only_releases = at_rest and self.slots.has_releases
+        if not (rows or admissions or extensions or new_blocks or only_releases):
+            return None
+        step_planner.commit_rows(rows)
+        return self._send(rows, admissions, extensions, new_blocks, now)
+
+    def _send(
+        self,
+        rows: list[PlannedRow],
+        admissions: list[Admission],
+        extensions: list[tuple[int, tuple[int, ...]]],
+        new_blocks: list[tuple[int, int]],
+        now: float,
+    ) -> StepPlan:
+        self.steps_count += 1
+        chunk_tokens = sum(row.tokens_count for row in rows if row.is_prefill)
+        context_tokens = sum(row.placement.planned_count for row in rows)
+        self.in_flight.append(
+            StepInFlight(self.steps_count, rows, chunk_tokens, context_tokens, now)
+        )
+        has_digest = self.steps_count % self._config.digest_interval_steps == 0
+        return StepPlan(
+            group_id=self.group_id,
+            epoch=self.epoch,
+            step_id=self.steps_count,
+            releases=self.slots.take_releases(),
+            admissions=tuple(admissions),
+            extensions=tuple(extensions),
+            new_blocks=tuple(new_blocks),
+            rows=tuple(row.message() for row in rows),
+            digest=self.slots.digest() if has_digest else None,
+        )
+
+    def _ready_decodes(self) -> tuple[list[LiveRequest], list[tuple[int, int]]]:
+        """Requests that decode in this step, with the blocks they grow by; oldest first."""
+        ready: list[LiveRequest] = []
+        new_blocks: list[tuple[int, int]] = []
+        for live in self.running:
+            placement = live.placement
+            assert placement, live.request_id
+            if not step_planner.wants_decode(live, placement):
+                continue
+            if self._lacks_block(live):
+                block_id = self.blocks.grow(placement)
+                if block_id is None:
+                    continue  # Skips this step: someone retracted or ending gives way soon.
+                new_blocks.append((placement.slot, block_id))
+            ready.append(live)
+        return ready, new_blocks
+
+    def _lacks_block(self, live: LiveRequest) -> bool:
+        placement = live.placement
+        assert placement, live.request_id
+        return placement.planned_count >= len(placement.block_ids) * self.blocks.block_tokens
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self, now: float) -> tuple[list[Admission], list[LiveRequest]]:
+        """Fills slots from the queue in its order; nobody overtakes a request that lacks blocks."""
+        admitted: list[LiveRequest] = []
+        messages: list[Admission] = []
+        if not self.waiting or not self.slots.free_count:
+            return messages, admitted
+        if any(live.alone for live in self.running):
+            return messages, admitted
+        demands = [
+            step_planner.prefill_demand(live.placement)
+            for live in self.running
+            if live.placement and step_planner.is_prefill(live.placement)
+        ]
+        chunk, share = self._config.chunk_tokens, self._config.oldest_prefill_share
+        for live in self.waiting.ordered(now, self.blocks.matched_tokens):
+            if not self.slots.free_count:
+                break
+            if not step_planner.has_chunk_left(demands, chunk, share):
+                break
+            if live.alone and (self.running or self.retracting):
+                break
+            if self.blocks.is_claimed(live):
+                continue  # Its prefix is being computed: it comes in when that is resident.
+            message = self._try_admit(live, now)
+            if message is None:
+                break
+            admitted.append(live)
+            messages.append(message)
+            assert live.placement, live.request_id
+            demands.append(step_planner.prefill_demand(live.placement))
+            if live.alone:
+                break
+        return messages, admitted
+
+    def _try_admit(self, live: LiveRequest, now: float) -> Admission | None:
+        # One block for every request that may grow keeps a new one from causing a retraction.
+        headroom = sum(not (other.placement and other.placement.reserved) for other in self.running)
+        placement = self.blocks.admit(live, headroom, now)
+        if placement is None:
+            return None
+        placement.slot = self.slots.occupy(live)
+        # The ids of a cached prefix come at once, so that a slot is never longer than its ids.
+        first_ids = max(self._config.admission_tokens_max, placement.planned_count + 1)
+        placement.sent_count = min(len(live.token_ids), first_ids)
+        live.placement = placement
+        live.stage = Stage.RUNNING
+        live.match = None
+        if live.cached_tokens is None:
+            live.cached_tokens = placement.planned_count
+        self.waiting.remove(live)
+        insort(self.running, live, key=lambda other: other.arrival)
+        self._admitted_at[live.request_id] = now
+        self._load.admit(live.request_id, len(live.token_ids) - placement.planned_count)
+        request = live.request
+        return Admission(
+            slot=placement.slot,
+            token_ids=tuple(live.token_ids[: placement.sent_count]),
+            output_start=live.prompt_count,
+            cached_count=placement.planned_count,
+            block_ids=tuple(placement.block_ids[: len(placement.residencies)]),
+            sampling=request.sampling,
+            wants_logprobs=request.wants_logprobs,
+            wants_logits=request.wants_logits,
+            adapter=request.adapter,
+        )
+
+    def _extend_admissions(self, admitted: list[LiveRequest]) -> list[tuple[int, tuple[int, ...]]]:
+        """The next ids of requests too long for one admission."""
+        extensions: list[tuple[int, tuple[int, ...]]] = []
+        for live in self.running:
+            placement = live.placement
+            assert placement, live.request_id
+            if placement.sent_count >= placement.admitted_count or live in admitted:
+                continue
+            sent = placement.sent_count
+            until = min(sent + self._config.admission_tokens_max, placement.admitted_count)
+            extensions.append((placement.slot, tuple(live.token_ids[sent:until])))
+            placement.sent_count = until
+        return extensions
+
+    # ------------------------------------------------------------ retraction
+
+    def _retract_for_blocks(self, now: float) -> None:
+        """Retracts until the decodes that lack a block get one, now or when results are back."""
+        lacking = [
+            live
+            for live in self.running
+            if live.placement
+            and step_planner.wants_decode(live, live.placement)
+            and self._lacks_block(live)
+        ]
+        if len(lacking) <= self.tree.ledger.available_count:
+            return
+        leaving = [*self.retracting, *(live for live in self.running if self._only_ends(live))]
+        pending = sum(self._exclusive_count(live) for live in leaving)
+        while len(lacking) > self.tree.ledger.available_count + pending:
+            victim = self._cheapest_victim()
+            if victim is None:
+                return
+            if victim in lacking:
+                lacking.remove(victim)
+            self._retract(victim, now)
+            if victim.stage is Stage.RETRACTING:
+                pending += self._exclusive_count(victim)
+
+    def _exclusive_count(self, live: LiveRequest) -> int:
+        return self.blocks.exclusive_count(live.placement) if live.placement else 0
+
+    def _only_ends(self, live: LiveRequest) -> bool:
+        """Whether all its tokens are planned: its blocks come back with intake's End."""
+        placement = live.placement
+        assert placement, live.request_id
+        return live.output_count + placement.pending_samples >= live.tokens_max
+
+    def _cheapest_victim(self) -> LiveRequest | None:
+        """The running request with least to redo; never the oldest, nor one with a reservation."""
+        victims = [
+            live
+            for live in self.running[1:]
+            if live.placement and not live.placement.reserved and not self._only_ends(live)
+        ]
+        return min(victims, key=_redo_cost, default=None)
+
+    def _retract(self, live: LiveRequest, now: float) -> None:
+        live.retractions += 1
+        self.retracted_count += 1
+        live.stage = Stage.RETRACTING
+        self.running.remove(live)
+        self.retracting.append(live)
+        assert live.placement, live.request_id
+        if not live.placement.rows_in_flight:
+            self._finish_retraction(live, now)
+
+    def _finish_retraction(self, live: LiveRequest, now: float) -> None:
+        """Its last results are back: full blocks to the index, the rest free, back to its place."""
+        placement = live.placement
+        assert placement, live.request_id
+        self.blocks.release(live, placement, placement.computed_count, now)
+        self._leave_slot(live, now)
+        self._load.release(live.request_id)
+        known_count = len(live.token_ids)
+        blocks_count = blocks_for(known_count, self.blocks.block_tokens)
+        self._load.dispatch(live.request_id, self.group_id, known_count, blocks_count)
+        live.stage = Stage.WAITING
+        if not live.is_complete:
+            self.waiting.add(live)
+
+    def _leave_slot(self, live: LiveRequest, now: float) -> None:
+        placement = live.placement
+        assert placement, live.request_id
+        (self.running if live.stage is Stage.RUNNING else self.retracting).remove(live)
+        self.slots.vacate(placement.slot)
+        live.placement = None
+        group = self._load.groups[self.group_id]
+        stayed_s = now - self._admitted_at.pop(live.request_id, now)
+        group.request_s += 0.1 * (stayed_s - group.request_s)
+
+    # ------------------------------------------------------------ results
+
+    def expects(self, step_id: int, results: tuple[RowResult, ...]) -> bool:
+        """Whether these are the results of the oldest step on its way."""
+        if not self.in_flight or self.in_flight[0].step_id != step_id:
+            return False
+        if len(results) != self.in_flight[0].sampled_count:
+            return False
+        return all(len(result.token_ids) == 1 or not result.finite for result in results)
+
+    def accept(
+        self, results: tuple[RowResult, ...], now: float
+    ) -> tuple[list[TokenDelta], list[LiveRequest]]:
+        """Takes the results of the oldest step: its new tokens, and the requests it failed."""
+        step = self.in_flight.popleft()
+        self.step_time.observe(
+            len(step.rows), step.chunk_tokens, step.context_tokens, now - step.started_at
+        )
+        if self.in_flight:
+            self.in_flight[0].started_at = now
+        deltas: list[TokenDelta] = []
+        failed: list[LiveRequest] = []
+        outcomes = iter(results)
+        for row in step.rows:
+            result = next(outcomes) if row.sampled else None
+            if row.live.placement is not row.placement:
+                continue  # It ended meanwhile: a row after the end counts for nothing.
+            self._count_row(row)
+            if result and not result.finite:
+                failed.append(row.live)
+                continue
+            if result:
+                deltas.append(_delta(row.live, result))
+                row.live.token_ids.extend(result.token_ids)
+            self.blocks.acknowledge(row.live, row.placement, now)
+            if row.live.stage is Stage.RETRACTING and not row.placement.rows_in_flight:
+                self._finish_retraction(row.live, now)
+        return deltas, failed
+
+    def _count_row(self, row: PlannedRow) -> None:
+        row.placement.rows_in_flight -= 1
+        row.placement.computed_count += row.tokens_count
+        row.placement.pending_samples -= row.sampled
+        if row.is_prefill:
+            self._load.progress(row.live.request_id, row.tokens_count)
+
+    def publish(self) -> None:
+        """Brings its line of the load table up to date."""
+        group = self._load.groups[self.group_id]
+        group.available_blocks = self.tree.ledger.available_count
+        group.running_count = len(self.running)
+        rate = self.step_time.prefill_tokens_per_s
+        if rate:
+            group.prefill_tokens_per_s = rate
+        group.step_s = self.step_time.predict(len(self.running), 0, 0)
+
+    def check_integrity(self) -> None:
+        """Asserts that ledger, tables and stages agree."""
+        placed = [*self.running, *self.retracting]
+        held_ids: list[int] = []
+        for live in placed:
+            placement = live.placement
+            assert placement, live.request_id
+            assert self.slots.occupants[placement.slot] is live, live.request_id
+            chain_ids = [residency.block_id for residency in placement.residencies]
+            assert chain_ids == placement.block_ids[: len(chain_ids)], live.request_id
+            room = len(placement.block_ids) * self.blocks.block_tokens
+            assert placement.computed_count <= placement.planned_count <= room, live.request_id
+            held_ids += placement.block_ids
+        assert len(placed) == len(self.slots.occupants)
+        arrivals = [live.arrival for live in self.running]
+        assert arrivals == sorted(arrivals), "running stands in order of arrival"
+        self.tree.ledger.check_integrity(held_ids, set(self.tree.by_block))
+
+
+def _redo_cost(live: LiveRequest) -> tuple[int, int]:
+    assert live.placement, live.request_id
+    return (live.placement.planned_count, -live.arrival)
+
+
+def _delta(live: LiveRequest, result: RowResult) -> TokenDelta:
+    return TokenDelta(
+        request_id=live.request_id,
+        first_index=live.output_count,
+        token_ids=result.token_ids,
+        logprobs=result.logprobs,
+        facts=live.facts(),
+        logits=result.logits,
+    )

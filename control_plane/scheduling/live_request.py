@@ -1,0 +1,126 @@
+"""A request on its way through scheduling: what is committed, and where it runs now."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from control_plane.request import Request
+from control_plane.scheduling.messages import RequestFacts
+from control_plane.scheduling.radix_index import Residency, RootKey
+
+
+class Stage(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # in the queue of a group, or held until a group serves
+    RUNNING = "running"  # in a slot
+    RETRACTING = "retracting"  # in a slot, until the results of its last steps are back
+    OVER = "over"  # ended or failed; late results are dropped
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A request in a slot of a group. Counts are of tokens whose keys and values are
+
+        0 ... computed_count ... planned_count
+          results are back     in steps on their way
+
+    admitted_count: ids known when it entered (prefill computes these). sent_count: of them told to
+    the workers. block_ids: its block table; the first len(residencies) of them are in the index.
+    pending_samples: tokens drawn by steps on their way. claims: hashes of blocks it promises to
+    the index. reserved: it holds every block it can ever need. indexing: it may extend the index.
+    """
+
+    slot: int
+    admitted_count: int
+    sent_count: int
+    planned_count: int
+    computed_count: int
+    block_ids: list[int]
+    residencies: list[Residency]
+    claims: list[int]
+    reserved: bool
+    indexing: bool
+    pending_samples: int = 0
+    rows_in_flight: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request from Submit to its end.
+
+    token_ids: prompt and committed output. arrival: its place in the queue for all its life.
+    front: it lost its group and goes before everyone else. alone: it was running at so many
+    group deaths that it shares no step. held_since: when it lost the last group it could use.
+    """
+
+    request: Request
+    arrival: int
+    arrived_at: float
+    tokens_max: int
+    token_ids: list[int]
+    stage: Stage = Stage.WAITING
+    group_id: str = ""
+    placement: Placement | None = None
+    front: bool = False
+    alone: bool = False
+    held_since: float | None = None
+    failovers: int = 0
+    retractions: int = 0
+    group_deaths: int = 0
+    cached_tokens: int | None = None
+    match: Residency | None = None
+    block_hashes: list[int] = field(default_factory=list)
+    block_hashes_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """The client's name for it."""
+        return self.request.request_id
+
+    @property
+    def prompt_count(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_count(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def computed_max(self) -> int:
+        """Most tokens that ever need keys and values: all but the last output."""
+        return len(self.request.prompt_ids) + self.tokens_max - 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every token it may have is committed; it only waits for intake's End."""
+        return self.output_count >= self.tokens_max
+
+    @property
+    def root_key(self) -> RootKey:
+        """Its root in the prefix index."""
+        return (self.request.model, self.request.adapter, self.request.salt)
+
+    def facts(self) -> RequestFacts:
+        """What usage reports."""
+        return RequestFacts(
+            self.group_id, self.cached_tokens or 0, self.failovers, self.retractions
+        )
+
+    def hashes(self, block_tokens: int) -> list[int]:
+        """Chained hashes of the full blocks of its prompt; equal prefixes have equal hashes."""
+        if self.block_hashes_tokens != block_tokens:
+            self.block_hashes_tokens = block_tokens
+            self.block_hashes = []
+            chained = hash(self.root_key)
+            prompt_ids = self.request.prompt_ids
+            for start in range(0, len(prompt_ids) - block_tokens + 1, block_tokens):
+                chained = hash((chained, prompt_ids[start : start + block_tokens]))
+                self.block_hashes.append(chained)
+        return self.block_hashes
+
+
+def blocks_for(tokens_count: int, block_tokens: int) -> int:
+    """How many blocks hold so many tokens."""
+    return -(-tokens_count // block_tokens)

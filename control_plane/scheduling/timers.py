@@ -1,0 +1,47 @@
+"""Times at which something is due, by key; the core turns the earliest into WakeAt."""
+
+import heapq
+
+TimerKey = tuple[str, str]
+"""(kind, name of a group, worker or request)."""
+
+
+class Timers:
+    """One time per key, kept in a heap; a time that was moved or cleared is skipped in passing."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, TimerKey]] = []
+        self._when: dict[TimerKey, float] = {}
+
+    def set(self, key: TimerKey, when: float) -> None:
+        """Sets or moves the time of a key."""
+        if self._when.get(key) != when:
+            self._when[key] = when
+            heapq.heappush(self._heap, (when, key))
+
+    def clear(self, key: TimerKey) -> None:
+        """Forgets a key, if it is set."""
+        self._when.pop(key, None)
+
+    def has(self, key: TimerKey) -> bool:
+        """Whether a key is set."""
+        return key in self._when
+
+    def earliest(self) -> float | None:
+        """The earliest time of all."""
+        while self._heap and self._when.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take_due(self, now: float) -> list[TimerKey]:
+        """Removes and returns the keys whose time has come, in order of time."""
+        due: list[TimerKey] = []
+        while (when := self.earliest()) is not None and when <= now:
+            key = heapq.heappop(self._heap)[1]
+            del self._when[key]
+            due.append(key)
+        return due
+
+    def names(self, kind: str) -> list[str]:
+        """Names set under a kind."""
+        return [name for key_kind, name in self._when if key_kind == kind]

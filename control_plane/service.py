@@ -1,0 +1,173 @@
+"""The control plane's process: intake and dispatch around the core, from first to last byte.
+
+Start: worker port, client ports, announcement. Stop (SIGTERM, SIGINT): no new requests, running
+ones finish or reach the drain deadline, workers leave, servers close. A second one stops at once.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import anyio
+import structlog
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.core_loop import Core, CoreLoop
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.wire import GroupSettings
+from control_plane.dispatch.worker_server import WorkerServer
+from control_plane.errors import ConfigurationError
+from control_plane.intake.front import Intake, IntakePorts
+from control_plane.intake.model_files import ModelFiles
+from control_plane.metrics import DispatchCounters
+
+WORKERS_GRACE_S = 5.0
+"""How long workers may take to finish a step and say Goodbye."""
+STOP_S = 8.0
+"""Most time the servers may take to close; beyond it the process ends with them open."""
+STOP_HURRIED_S = 1.0
+DRAIN_POLL_S = 0.1
+
+SERVICE_LISTENING = "service.listening"
+SERVICE_DRAINING = "service.draining"
+SERVICE_STOPPED = "service.stopped"
+
+_log = structlog.get_logger()
+
+
+class Service:
+    """One control plane; raises ConfigurationError if the model's files do not allow it.
+
+    term: the least term to serve under. clock: monotonic seconds. `run` serves once.
+    """
+
+    def __init__(
+        self,
+        config: ControlPlaneConfig,
+        core: Core,
+        model: ModelFiles,
+        *,
+        term: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._failed = False
+        self._hurried = False
+        self._serving = anyio.CancelScope()
+        self._core_loop = CoreLoop(
+            core,
+            clock,
+            deliver=lambda effect: self._intake.deliver(effect),
+            carry_out=lambda effect: self._dispatcher.carry_out(effect),
+            condemn=lambda effect: self._intake.publish_verdict(effect),
+            on_failure=self._fail,
+        )
+        post, snapshot = self._core_loop.post, self._core_loop.snapshot
+        self._counters = DispatchCounters()
+        self._dispatcher = Dispatcher(group_settings(config), term, post, self._counters)
+        self._intake = Intake(config, model, post, snapshot, clock, lambda: self._dispatcher.term)
+
+    async def run(self) -> bool:
+        """Serves until a signal; True if it ended as asked, False if the core failed.
+
+        Raises ConfigurationError if a port cannot be had.
+        """
+        workers = self._worker_server()
+        worker_port = await workers.start(self._config.worker_host, self._config.worker_port)
+        refused: ConfigurationError | None = None
+        async with anyio.create_task_group() as tasks:
+            try:
+                with self._serving:
+                    ports = await self._intake.start(tasks)
+                    await self._announce(ports, worker_port)
+                    await self._watch_signals()
+            # A task group would wrap it; it is for people to read.
+            except ConfigurationError as error:
+                refused = error
+            finally:
+                await self._stop(workers)
+                tasks.cancel_scope.cancel()
+        if refused is not None:
+            raise refused
+        _log.info(SERVICE_STOPPED, failed=self._failed, counters=self._counters)
+        return not self._failed
+
+    def _worker_server(self) -> WorkerServer:
+        return WorkerServer(
+            self._dispatcher,
+            heartbeat_interval_s=self._config.scheduling.heartbeat_interval_s,
+            lease_s=self._config.scheduling.lease_s,
+            message_bytes_max=self._config.worker_message_bytes_max,
+            join_token=self._config.join_token,
+        )
+
+    def _fail(self) -> None:
+        self._failed = self._hurried = True
+        self._serving.cancel()
+
+    async def _announce(self, ports: IntakePorts, worker_port: int) -> None:
+        """Writes the ports where the launcher looks for them; a reader never sees half a file."""
+        listening = {
+            "http_port": ports.http_port,
+            "grpc_port": ports.grpc_port,
+            "worker_port": worker_port,
+            "pid": os.getpid(),
+        }
+        if self._config.announce_path is not None:
+            path = anyio.Path(self._config.announce_path)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+            await unfinished.write_text(json.dumps(listening))
+            await unfinished.rename(path)
+        _log.info(SERVICE_LISTENING, term=self._dispatcher.term, **listening)
+
+    async def _watch_signals(self) -> None:
+        """Returns when the service is drained after the first signal, or at the second."""
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with anyio.create_task_group() as tasks:
+                async for number in signals:
+                    if self._hurried:
+                        break
+                    self._hurried = True
+                    _log.info(SERVICE_DRAINING, signal=number.name)
+                    tasks.start_soon(self._drain, tasks.cancel_scope)
+                tasks.cancel_scope.cancel()
+
+    async def _drain(self, scope: anyio.CancelScope) -> None:
+        """Waits for running requests; cancels `scope` when there is nothing left to wait for."""
+        self._intake.refuse_new("the service is draining; ask another one or come back later")
+        with anyio.move_on_after(self._config.drain_deadline_s):
+            await _wait_for(lambda: self._intake.running_count == 0)
+        self._hurried = False
+        scope.cancel()
+
+    async def _stop(self, workers: WorkerServer) -> None:
+        """Ends what is left, in order: answers, workers, servers."""
+        deadline_s = STOP_HURRIED_S if self._hurried else STOP_S
+        with anyio.move_on_after(deadline_s, shield=True):
+            await self._intake.stop()
+            self._dispatcher.shut_down_workers("the control plane stops")
+            with anyio.move_on_after(WORKERS_GRACE_S):
+                await _wait_for(lambda: self._dispatcher.attached_count == 0)
+        self._core_loop.close()
+        with anyio.move_on_after(STOP_HURRIED_S, shield=True):
+            await workers.stop(0)
+
+
+async def _wait_for(condition: Callable[[], bool]) -> None:
+    # Only while stopping: not worth an event on every path that ends a request or a stream.
+    while not condition():  # noqa: ASYNC110
+        await anyio.sleep(DRAIN_POLL_S)
+
+
+def group_settings(config: ControlPlaneConfig) -> GroupSettings:
+    """What the configuration says to every worker that joins a group."""
+    scheduling = config.scheduling
+    return GroupSettings(
+        block_tokens=scheduling.block_tokens,
+        slots=scheduling.running_max,
+        chunk_tokens=scheduling.chunk_tokens,
+        context_tokens=scheduling.context_tokens,
+        kv_policy=config.kv_policy,
+        step_deadline_s=scheduling.step_deadline_s,
+    )

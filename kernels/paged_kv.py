@@ -1,0 +1,41 @@
+"""The "paged" layout: what the reference and any kernel that declares the layout see of a pool.
+
+arena   [layers, blocks, block_tokens, kv_heads, head_size], one for keys, one for values
+token t of row r  ->  block block_tables[r, t // block_tokens], place t % block_tokens
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernels.spec import BoundKV
+
+PAGED_ORDER = "paged"
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV(BoundKV):
+    """A paged arena with the rows of one step; block ids here are physical.
+
+    keys, values: arenas; only the last three axes are sure to be contiguous (blocks may be padded).
+    block_tables: [rows, most blocks of a row] int64, padded with block 0.
+    token_blocks, token_places: [T] int64, where each token of the step is to be written.
+    query_starts: rows + 1 positions in the step's token dimension; context_starts: for each row the
+    position in its request of its first token.
+    step_cache: what a kernel works out once per step and reads again in the other layers.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_tables: torch.Tensor
+    token_blocks: torch.Tensor
+    token_places: torch.Tensor
+    query_starts: tuple[int, ...]
+    context_starts: tuple[int, ...]
+    step_cache: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.keys.shape[2]

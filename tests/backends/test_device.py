@@ -1,0 +1,66 @@
+"""A device's memory and order of work, by the contract alone."""
+
+import gc
+
+import pytest
+import torch
+
+from backends.errors import OutOfMemory
+from backends.interface import BackendConfig, open_runtime
+
+
+def test_copies_to_the_chip_and_back(device):
+    source = torch.arange(60.0).view(3, 4, 5)
+    on_chip = device.to_chip(source)
+    source_before = source.clone()
+    source.zero_()
+    assert torch.equal(device.to_host(on_chip), source_before)
+
+
+def test_what_was_asked_before_a_fence_may_be_read_after_it(device):
+    first = device.to_chip(torch.ones(1000))
+    second = device.allocate((1000,), torch.float32)
+    device.copy(first, second)
+    device.fence().wait(timeout_s=10.0)
+    assert device.to_host(second).sum() == 1000
+
+
+def test_a_captured_program_works_on_the_same_buffers_again(device):
+    total = device.to_chip(torch.zeros(4))
+    addend = device.to_chip(torch.ones(4))
+    program = device.capture(lambda: total.add_(addend))
+    device.copy(torch.zeros(4), total)
+    program.replay()
+    device.copy(torch.full((4,), 5.0), addend)
+    program.replay()
+    assert device.to_host(total).tolist() == [6.0] * 4
+
+
+def test_memory_info_is_within_the_chip(device):
+    info = device.memory_info()
+    assert 0 < info.free_bytes <= info.total_bytes
+
+
+@pytest.fixture
+def limited_device(backend, device):  # noqa: ARG001 - restores the process at the end
+    """A second handle with a limit of one million bytes."""
+    config = BackendConfig(chip_indices=(0,), dtype="float32", memory_limit_bytes=1_000_000)
+    runtime = open_runtime(backend, config)
+    return runtime.get_device(0, backend.on_device_acquire(config).granted)
+
+
+def test_the_memory_limit_holds_for_all_live_tensors_together(limited_device):
+    kept = limited_device.allocate((150_000,), torch.float32)
+    view = kept[10:]
+    del kept
+    with pytest.raises(OutOfMemory, match=r"800000 bytes asked .* 600000 bytes are in use"):
+        limited_device.allocate((200_000,), torch.float32)
+    assert limited_device.memory_info().free_bytes <= 400_000
+    del view
+    gc.collect()
+    assert limited_device.allocate((200_000,), torch.float32).numel() == 200_000
+
+
+def test_more_than_the_machine_has_is_refused(device):
+    with pytest.raises(OutOfMemory, match="bytes asked"):
+        device.allocate((1 << 46,), torch.float32)

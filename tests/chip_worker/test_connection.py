@@ -1,0 +1,340 @@
+"""The worker's link against a scripted control plane: registering, fencing, losing, leaving."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from chip_worker.batch import (
+    Fault,
+    FaultKind,
+    FormGroup,
+    Ready,
+    ResetEpoch,
+    RowResult,
+    Shutdown,
+    Step,
+    StepAck,
+    StepResult,
+    StepTimes,
+)
+from chip_worker.config import WorkerConfig
+from chip_worker.connection import Connection
+from chip_worker.exit_code import ExitCode
+from chip_worker.status_file import StatusFile, check_status_file
+from chip_worker.wire import Identity
+from chip_worker.worker import run_commands
+from protos import worker_pb2
+from tests.fakes.scripted_control_plane import ScriptedControlPlane
+
+TERM = 1000
+IDENTITY = Identity(
+    worker_id="chip0",
+    incarnation=77,
+    pid=4711,
+    backend="cpu",
+    chip_index=0,
+    chip_description="a core",
+    memory_bytes=0,
+    dtype="float32",
+    batch_invariant=False,
+    can_abort=True,
+    block_tokens_multiple=1,
+    model_name="m",
+    architecture="llama",
+    model_digest="ab",
+    context_tokens=2048,
+    vocabulary_size=100,
+)
+
+
+class FakeSession:
+    """Answers commands as a session would; `hold` keeps it inside a step until aborted."""
+
+    def __init__(self) -> None:
+        self.handled: list[object] = []
+        self.arrived = threading.Condition()
+        self.hold = threading.Event()
+        self.hold.set()
+        self.aborts = 0
+        self.connection: Connection | None = None
+
+    def handle(self, command: object) -> None:
+        with self.arrived:
+            self.handled.append(command)
+            self.arrived.notify_all()
+        self.hold.wait(10)
+        if isinstance(command, FormGroup):
+            self.connection.report(Ready(command.term, command.epoch, 64, 100.0, 0.1, 2, 1))
+        elif isinstance(command, Step):
+            times = StepTimes(command.step_id)
+            rows = (RowResult((5,), ()),)
+            self.connection.report(
+                StepResult(command.term, command.epoch, command.step_id, rows, times)
+            )
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.hold.set()
+
+    def wait_for(self, kind: type, count: int = 1, timeout_s: float = 5.0) -> list[object]:
+        def found() -> list[object]:
+            return [command for command in self.handled if isinstance(command, kind)]
+
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(found()) >= count, timeout_s), self.handled
+        return found()
+
+
+class RunningWorker:
+    """A connection and its compute loop, without a chip."""
+
+    def __init__(self, plane: ScriptedControlPlane, status_path: str) -> None:
+        config = WorkerConfig(
+            worker_id="chip0",
+            control_plane=f"127.0.0.1:{plane.port}",
+            model_path="m",
+            connect_backoff_first_s=0.02,
+            connect_backoff_max_s=0.1,
+        )
+        self.status_path = status_path
+        self.session = FakeSession()
+        self.exits: list[int] = []
+        status = StatusFile(status_path, "chip0", 77, time.time)
+        self.connection = Connection(config, status, exit_process=self.exits.append)
+        self.session.connection = self.connection
+        self.compute = threading.Thread(
+            target=lambda: run_commands(self.connection.inbox, self.session.handle), daemon=True
+        )
+        self.connection.start(IDENTITY, self.session.abort)
+        self.compute.start()
+
+    def state(self) -> dict:
+        with open(self.status_path) as file:
+            return json.load(file)
+
+    def stop(self) -> None:
+        self.session.hold.set()
+        self.connection.inbox.put_shutdown("the test is over")
+        self.compute.join(5)
+        self.connection.close("the test is over")
+
+
+@pytest.fixture
+def plane() -> Iterator[ScriptedControlPlane]:
+    with ScriptedControlPlane(term=TERM) as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def worker(plane, tmp_path) -> Iterator[RunningWorker]:
+    running = RunningWorker(plane, str(tmp_path / "status.json"))
+    yield running
+    running.stop()
+
+
+def form(stream, epoch: int = 1, term: int = TERM, step_deadline_s: float = 30.0) -> None:
+    stream.send(
+        form=worker_pb2.FormGroup(
+            term=term,
+            group_id="g0",
+            group_epoch=epoch,
+            layout=worker_pb2.GroupLayout(tensor_rank=0, tensor_size=1),
+            deadline_s=30.0,
+            block_tokens=16,
+            slots=8,
+            chunk_tokens=64,
+            context_tokens=2048,
+            kv_policy="cover",
+            step_deadline_s=step_deadline_s,
+        )
+    )
+
+
+def step(stream, step_id: int, epoch: int = 1, term: int = TERM) -> None:
+    stream.send(
+        step=worker_pb2.Step(
+            term=term,
+            group_epoch=epoch,
+            step_id=step_id,
+            row_slot=[0],
+            row_tokens=[1],
+            sampled_row=[0],
+        )
+    )
+
+
+def wait_until(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_worker_introduces_itself_forms_and_computes(plane, worker):
+    stream = plane.next_stream()
+    assert (stream.hello.worker_id, stream.hello.incarnation) == ("chip0", 77)
+    assert stream.hello.model.context_tokens == 2048
+    form(stream)
+    assert stream.read().ready.blocks == 64
+    step(stream, 1)
+    result = stream.read().result
+    assert (result.step_id, list(result.token_ids)) == (1, [5])
+    wait_until(lambda: plane.heartbeats and plane.heartbeats[-1].step_done == 1)
+    assert plane.heartbeats[-1].group_epoch == 1
+    assert worker.state()["state"] == "serving"
+    assert worker.state()["group"] == "g0"
+
+
+def test_commands_of_another_term_or_epoch_are_dropped(plane, worker):
+    stream = plane.next_stream()
+    form(stream, epoch=5)
+    stream.read()
+    step(stream, 1, epoch=4)
+    step(stream, 1, epoch=5, term=TERM - 1)
+    form(stream, epoch=6, term=TERM - 1)
+    stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=4))
+    step(stream, 1, epoch=5)
+    assert stream.read().result.group_epoch == 5
+    assert len(worker.session.handled) == 2
+
+
+def test_a_reset_aborts_at_once_and_drops_what_waits(plane, worker):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    worker.session.hold.clear()
+    for step_id in (1, 2, 3):
+        step(stream, step_id)
+    worker.session.wait_for(Step)
+    stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=1, reason="a peer was lost"))
+    assert worker.session.wait_for(ResetEpoch)[0].reason == "a peer was lost"
+    assert worker.session.aborts == 1
+    assert len(worker.session.wait_for(Step)) == 1
+    # The result of the aborted step belongs to nobody: the next message is of the next epoch.
+    form(stream, epoch=2)
+    assert stream.read().ready.group_epoch == 2
+
+
+def test_a_broken_stream_ends_the_epoch_and_the_worker_registers_again(plane, worker):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    plane.term = TERM + 7
+    stream.end(grpc.StatusCode.UNAVAILABLE, "the control plane restarts")
+    again = plane.next_stream()
+    assert again.hello.incarnation == 77
+    assert again.hello.term_highest == TERM
+    worker.session.wait_for(ResetEpoch)
+    form(again, epoch=1, term=TERM + 7)
+    assert again.read().ready.term == TERM + 7
+
+
+def test_a_control_plane_of_a_lower_term_is_not_served(plane, worker):
+    plane.next_stream().end(grpc.StatusCode.UNAVAILABLE)
+    plane.term = TERM - 1
+    wait_until(lambda: len(plane.hellos) >= 4)
+    assert worker.state()["state"] == "connecting"
+    plane.term = TERM
+    while len(plane.hellos) < 20:
+        stream = plane.next_stream()
+        form(stream)
+        if stream.read() is not None:
+            break
+    worker.session.wait_for(FormGroup)
+
+
+@pytest.mark.parametrize("how", ["unanswered", "unknown"])
+def test_a_worker_without_answered_heartbeats_gives_its_epoch_up(plane, worker, how):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    began_at = time.monotonic()
+    if how == "unanswered":
+        plane.answers_heartbeats = False
+    else:
+        plane.knows_workers = False
+    worker.session.wait_for(ResetEpoch)
+    assert stream.read() is None
+    if how == "unanswered":
+        assert 0.3 < time.monotonic() - began_at < 2.0
+    plane.answers_heartbeats = plane.knows_workers = True
+    plane.next_stream()
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (grpc.StatusCode.ABORTED, ExitCode.SUPERSEDED),
+        (grpc.StatusCode.UNAUTHENTICATED, ExitCode.REFUSED),
+        (grpc.StatusCode.FAILED_PRECONDITION, ExitCode.REFUSED),
+    ],
+)
+def test_a_worker_that_is_not_wanted_ends(plane, tmp_path, status, code):
+    plane.refuse_with = (status, "no")
+    worker = RunningWorker(plane, str(tmp_path / "status.json"))
+    worker.compute.join(5)
+    assert not worker.compute.is_alive()
+    assert worker.connection.exit_code is code
+    worker.connection.close("over")
+    assert check_status_file(worker.status_path, time.time()) == (False, "failed")
+    assert len(plane.hellos) == 1
+
+
+def test_shutdown_is_answered_with_goodbye(plane, worker):
+    stream = plane.next_stream()
+    stream.send(shutdown=worker_pb2.Shutdown(term=TERM, reason="drained"))
+    assert worker.session.wait_for(Shutdown)[0].reason == "drained"
+    worker.compute.join(5)
+    worker.connection.close("drained")
+    assert stream.read().goodbye.reason == "drained"
+    assert stream.read() is None
+    assert worker.connection.exit_code is ExitCode.LEFT
+
+
+def test_a_worker_leaves_even_if_nobody_answers(plane, tmp_path):
+    plane.refuse_with = (grpc.StatusCode.UNAVAILABLE, "not yet")
+    worker = RunningWorker(plane, str(tmp_path / "status.json"))
+    wait_until(lambda: len(plane.hellos) >= 2)
+    began_at = time.monotonic()
+    worker.stop()
+    assert time.monotonic() - began_at < 1.0
+    assert worker.state()["state"] == "leaving"
+
+
+def test_a_lost_chip_is_reported_before_the_process_ends(plane, worker):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    worker.connection.report(Fault(TERM, 1, 3, FaultKind.DEVICE, "the chip fell off", exiting=True))
+    worker.compute.join(5)
+    worker.connection.close("the chip failed")
+    assert stream.read().fault.message == "the chip fell off"
+    assert worker.connection.exit_code is ExitCode.DEVICE_LOST
+
+
+def test_a_compute_thread_that_does_not_come_back_ends_the_process(plane, worker):
+    stream = plane.next_stream()
+    form(stream, step_deadline_s=0.2)
+    stream.read()
+    worker.session.abort = lambda: None
+    worker.connection._abort = worker.session.abort
+    worker.session.hold.clear()
+    step(stream, 1)
+    worker.session.wait_for(Step)
+    stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=1))
+    wait_until(lambda: worker.exits == [ExitCode.HUNG])
+
+
+def test_acknowledgements_travel_together(plane, worker):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    for step_id in range(1, 21):
+        worker.connection.report(StepAck(TERM, 1, (StepTimes(step_id),)))
+    acks = [stream.read().ack for _ in range(2)]
+    assert [len(ack.times) for ack in acks] == [16, 4]
+    assert [times.step_id for ack in acks for times in ack.times] == list(range(1, 21))

@@ -1,0 +1,237 @@
+"""Both sides of the worker plane agree: what one encodes, the other decodes to the same values."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from chip_worker import batch
+from chip_worker import wire as worker_wire
+from chip_worker.wire import Identity, MalformedMessage
+from control_plane.dispatch import wire as control_wire
+from control_plane.dispatch.wire import GroupSettings, Place
+from control_plane.errors import ProtocolError
+from control_plane.request import Sampling
+from control_plane.scheduling import messages
+from protos import worker_pb2
+
+TERM, EPOCH = 1000, 5
+SETTINGS = GroupSettings(16, 8, 64, None, "cover", 30.0)
+IDENTITY = Identity(
+    worker_id="chip0",
+    incarnation=(1 << 64) - 1,
+    pid=4711,
+    backend="cpu",
+    chip_index=2,
+    chip_description="cores 0,1",
+    memory_bytes=1 << 40,
+    dtype="float32",
+    batch_invariant=True,
+    can_abort=True,
+    block_tokens_multiple=128,
+    model_name="m",
+    architecture="llama",
+    model_digest="ab",
+    context_tokens=2048,
+    vocabulary_size=49152,
+)
+WORKER = messages.WorkerInfo("chip0", 11, 4711, "cpu", "", "float32", "ab", 2048, 49152)
+TIMES = batch.StepTimes(3, queue_ns=1, device_ns=2_500_000_000, communication_ns=4, gap_ns=5)
+
+
+def received(message: bytes) -> batch.Command:
+    return worker_wire.decode_command(worker_pb2.AttachResponse.FromString(message), 99)
+
+
+def reported(report: batch.Report, rank: int = 0) -> messages.Event | None:
+    message = worker_wire.encode_report(report)
+    assert control_wire.decode_fence(message) == (TERM, EPOCH)
+    return control_wire.decode_report(message, WORKER, Place("g0", EPOCH, rank))
+
+
+def test_both_sides_speak_one_version():
+    assert worker_wire.PROTOCOL_VERSION == control_wire.PROTOCOL_VERSION
+
+
+def test_hello():
+    hello = worker_wire.encode_hello(IDENTITY, TERM, "secret").hello
+    worker = control_wire.decode_hello(hello)
+    assert worker.incarnation == IDENTITY.incarnation
+    assert (worker.worker_id, worker.pid, worker.backend) == ("chip0", 4711, "cpu")
+    assert (worker.device, worker.dtype, worker.model_digest) == ("cores 0,1", "float32", "ab")
+    assert (worker.context_tokens, worker.vocabulary_size) == (2048, 49152)
+    assert (worker.block_tokens_multiple, worker.batch_invariant) == (128, True)
+    assert (worker.term_highest, hello.join_token) == (TERM, "secret")
+    assert not worker_wire.encode_hello(IDENTITY, 0, None).hello.HasField("join_token")
+
+
+def test_step():
+    sampling = Sampling(temperature=0.5, seed=(1 << 64) - 1, choice=2)
+    plan = messages.StepPlan(
+        group_id="g0",
+        epoch=EPOCH,
+        step_id=3,
+        releases=(7, 1),
+        admissions=(
+            messages.Admission(1, (5, 6, 7), 2, 0, (), sampling, wants_logprobs=True),
+            messages.Admission(2, (), 0, 16, (4,), Sampling(0.0, 0), wants_logits=True, adapter=3),
+        ),
+        extensions=((1, (8, 9)), (2, ()), (3, (10,))),
+        new_blocks=((1, 11), (1, 12), (2, 0)),
+        rows=(
+            messages.StepRow(1, 5, False),
+            messages.StepRow(2, 1, True),
+            messages.StepRow(3, 1, True),
+        ),
+        digest=(1 << 32) - 1,
+    )
+    step = received(control_wire.encode_step(plan, TERM))
+    assert isinstance(step, batch.Step)
+    assert (step.term, step.epoch, step.step_id, step.received_ns) == (TERM, EPOCH, 3, 99)
+    assert (step.releases, step.extensions) == (plan.releases, plan.extensions)
+    assert (step.new_blocks, step.digest) == (plan.new_blocks, plan.digest)
+    assert [(row.slot, row.tokens_count, row.sampled) for row in step.rows] == [
+        (1, 5, False),
+        (2, 1, True),
+        (3, 1, True),
+    ]
+    assert step.admissions[0] == batch.Admission(
+        1, (5, 6, 7), 2, 0, (), batch.SlotSampling(0.5, (1 << 64) - 1, 2), wants_logprobs=True
+    )
+    assert step.admissions[1] == batch.Admission(
+        2, (), 0, 16, (4,), batch.SlotSampling(0.0, 0), wants_logits=True, adapter=3
+    )
+
+
+def test_an_absent_digest_is_not_zero():
+    plan = messages.StepPlan("g0", EPOCH, 1)
+    assert received(control_wire.encode_step(plan, TERM)).digest is None
+    assert received(control_wire.encode_step(replace(plan, digest=0), TERM)).digest == 0
+
+
+def test_a_decode_step_of_64_rows_stays_small():
+    rows = tuple(messages.StepRow(slot, 1, True) for slot in range(64))
+    plan = messages.StepPlan("g0", EPOCH, 12345, rows=rows, new_blocks=((3, 999),) * 4, digest=1)
+    assert len(control_wire.encode_step(plan, TERM)) < 300
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(None, 2048), (512, 512), (4096, 2048)])
+def test_form_group_and_its_context(configured, expected):
+    effect = messages.FormGroup("chip0", 11, "g0", EPOCH, 1, 2, 60.0)
+    settings = replace(SETTINGS, context_tokens=configured)
+    form = received(control_wire.encode_form_group(effect, settings, WORKER, TERM))
+    assert form == batch.FormGroup(
+        TERM, "g0", EPOCH, 1, 2, 60.0, 16, 8, 64, expected, "cover", 30.0
+    )
+
+
+def test_small_commands():
+    assert received(control_wire.encode_rendezvous(EPOCH, b"\x00\xff", TERM)) == batch.Rendezvous(
+        TERM, EPOCH, b"\x00\xff"
+    )
+    assert received(control_wire.encode_reset(EPOCH, "why", TERM)) == batch.ResetEpoch(
+        TERM, EPOCH, "why"
+    )
+    assert received(control_wire.encode_shutdown("why", TERM)) == batch.Shutdown("why")
+
+
+def test_result_with_rows_of_every_kind():
+    rows = (
+        batch.RowResult((5,), (-0.5,)),
+        batch.RowResult((6,), ()),
+        batch.RowResult((0,), (), finite=False),
+        batch.RowResult((7,), (-1.0,), logits=b"\x00\x00\x80\x3f"),
+    )
+    done = reported(batch.StepResult(TERM, EPOCH, 3, rows, TIMES))
+    assert isinstance(done, messages.StepDone)
+    assert (done.worker_id, done.incarnation, done.group_id) == ("chip0", 11, "g0")
+    assert (done.epoch, done.step_id, done.device_s) == (EPOCH, 3, 2.5)
+    assert [(row.token_ids, row.logprobs, row.finite, row.logits) for row in done.results] == [
+        (row.token_ids, row.logprobs, row.finite, row.logits) for row in rows
+    ]
+
+
+def test_a_plain_result_sends_no_column_it_does_not_need():
+    rows = tuple(batch.RowResult((token_id,), ()) for token_id in range(4))
+    result = worker_wire.encode_report(batch.StepResult(TERM, EPOCH, 3, rows, TIMES)).result
+    assert not result.logprobs
+    assert not result.status
+    assert not result.logits
+
+
+def test_other_reports():
+    assert reported(batch.Rendezvous(TERM, EPOCH, b"here")) == messages.RendezvousOpened(
+        "chip0", 11, EPOCH, b"here"
+    )
+    assert reported(batch.Ready(TERM, EPOCH, 64, 100.0, 0.25, 2, 10)) == messages.WorkerReady(
+        "chip0", 11, EPOCH, 64, 100.0, 0.25
+    )
+    assert reported(batch.StepAck(TERM, EPOCH, (TIMES,)), rank=1) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        (batch.FaultKind.DEVICE, messages.LossKind.DEVICE),
+        (batch.FaultKind.OUT_OF_MEMORY, messages.LossKind.DEVICE),
+        (batch.FaultKind.PEER, messages.LossKind.PEER),
+        (batch.FaultKind.DIVERGED, messages.LossKind.DIVERGED),
+        (batch.FaultKind.MODEL, messages.LossKind.MODEL),
+        (batch.FaultKind.INTERNAL, messages.LossKind.INTERNAL),
+    ],
+)
+def test_faults_keep_their_blame(kind, loss):
+    fault = reported(batch.Fault(TERM, EPOCH, 3, kind, "because"))
+    assert fault == messages.WorkerFaulted("chip0", 11, EPOCH, loss, "because")
+
+
+# ---------------------------------------------------------------- malformed messages
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        worker_pb2.StepResult(token_count=[1, 1], token_ids=[5]),
+        worker_pb2.StepResult(token_count=[1]),
+        worker_pb2.StepResult(token_count=[1], token_ids=[5], logprobs=[-1, -2]),
+        worker_pb2.StepResult(token_count=[1], token_ids=[5], status=[0, 0]),
+        worker_pb2.StepResult(token_count=[1], token_ids=[5], logits=[b"", b""]),
+    ],
+    ids=["too few ids", "no ids", "logprobs", "status", "logits"],
+)
+def test_results_whose_columns_do_not_fit_are_refused(result):
+    with pytest.raises(ProtocolError, match="entries"):
+        control_wire.decode_report(
+            worker_pb2.AttachRequest(result=result), WORKER, Place("g0", EPOCH, 0)
+        )
+
+
+def test_tokens_of_a_rank_above_0_are_refused():
+    with pytest.raises(ProtocolError, match="rank 1"):
+        reported(batch.StepResult(TERM, EPOCH, 1, (), TIMES), rank=1)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_ready_with_an_impossible_rate_is_refused(rate):
+    with pytest.raises(ProtocolError, match="above zero"):
+        reported(batch.Ready(TERM, EPOCH, 64, rate, 0.25, 2, 10))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        worker_pb2.AttachResponse(),
+        worker_pb2.AttachResponse(mask=worker_pb2.StepMask()),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(row_slot=[1])),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(block_slot=[1], block_id=[1, 2])),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(extension_slot=[1], extension_count=[2])),
+        worker_pb2.AttachResponse(
+            step=worker_pb2.Step(row_slot=[1], row_tokens=[1], sampled_row=[1])
+        ),
+        worker_pb2.AttachResponse(form=worker_pb2.FormGroup(group_epoch=1)),
+    ],
+    ids=["empty", "mask", "rows", "blocks", "extensions", "sampled", "no rank"],
+)
+def test_commands_of_the_wrong_shape_are_refused(message):
+    with pytest.raises(MalformedMessage):
+        worker_wire.decode_command(message, 0)

@@ -1,0 +1,38 @@
+"""Options of every test run, and what tests may ask about them."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("polychip")
+    group.addoption("--long", action="store_true", help="run the tests at full size")
+    group.addoption("--seed", type=int, help="run randomized tests with this seed only")
+    group.addoption("--backend", default="cpu", help="backend of tests that drive one")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is long unless asked for."""
+    skip = pytest.mark.skip(reason="long; runs with --long")
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def long_run(request: pytest.FixtureRequest) -> bool:
+    """True if the tests run at full size."""
+    return bool(request.config.getoption("--long"))
+
+
+@pytest.fixture(scope="session")
+def only_seed(request: pytest.FixtureRequest) -> int | None:
+    """The one seed randomized tests shall run with, or None."""
+    seed = request.config.getoption("--seed")
+    assert seed is None or isinstance(seed, int)
+    return seed
+
+
+@pytest.fixture(scope="session")
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """Name of the backend to drive."""
+    return str(request.config.getoption("--backend"))

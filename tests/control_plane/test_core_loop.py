@@ -1,0 +1,136 @@
+"""The loop around the core, driven with a scripted core."""
+
+import asyncio
+import time
+
+import pytest
+
+from control_plane.core_loop import CoreLoop
+from control_plane.scheduling.messages import (
+    Accepted,
+    Cancel,
+    Condemn,
+    FlushCache,
+    ResetWorker,
+    ServingChanged,
+    Tick,
+    WakeAt,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class ScriptedCore:
+    """Answers an event with the effects listed for its type, once each."""
+
+    def __init__(self, **effects) -> None:
+        self.effects = effects
+        self.handled: list[object] = []
+
+    def handle(self, event, now):
+        self.handled.append(event)
+        assert now <= time.monotonic()
+        effects = self.effects.pop(type(event).__name__, [])
+        if isinstance(effects, Exception):
+            raise effects
+        return effects
+
+    def snapshot(self, now):
+        raise NotImplementedError
+
+
+class Routes:
+    def __init__(self, core: ScriptedCore) -> None:
+        self.taken: list[tuple[str, object]] = []
+        self.failures = 0
+        self.on_deliver = lambda _: None
+        self.loop = CoreLoop(
+            core,
+            time.monotonic,
+            deliver=self._deliver,
+            carry_out=lambda effect: self.taken.append(("workers", effect)),
+            condemn=lambda effect: self.taken.append(("launchers", effect)),
+            on_failure=self._fail,
+        )
+
+    def _deliver(self, effect) -> None:
+        self.taken.append(("clients", effect))
+        self.on_deliver(effect)
+
+    def _fail(self) -> None:
+        self.failures += 1
+
+
+async def test_each_effect_goes_where_it_belongs_in_order():
+    effects = [
+        ResetWorker("chip0", 1, 1, "r"),
+        Accepted("a", 5),
+        Condemn("chip0", 1, 4711, "frozen"),
+        ServingChanged(()),
+    ]
+    routes = Routes(ScriptedCore(Cancel=effects))
+    routes.loop.post(Cancel("a"))
+    assert routes.taken == list(
+        zip(("workers", "clients", "launchers", "clients"), effects, strict=True)
+    )
+
+
+async def test_an_event_posted_by_an_effect_waits_for_the_effects_before_it():
+    core = ScriptedCore(
+        Cancel=[Accepted("a", 5), ServingChanged(())], FlushCache=[Accepted("b", 1)]
+    )
+    routes = Routes(core)
+
+    def post_again(effect) -> None:
+        if effect == Accepted("a", 5):
+            routes.loop.post(FlushCache())
+            assert core.handled == [Cancel("a")]
+
+    routes.on_deliver = post_again
+    routes.loop.post(Cancel("a"))
+    assert core.handled == [Cancel("a"), FlushCache()]
+    assert [effect for _, effect in routes.taken] == [
+        Accepted("a", 5),
+        ServingChanged(()),
+        Accepted("b", 1),
+    ]
+
+
+async def test_only_the_earliest_wake_up_counts():
+    now = time.monotonic()
+    core = ScriptedCore(Cancel=[WakeAt(now + 60), WakeAt(now + 0.02), WakeAt(now + 30)])
+    Routes(core).loop.post(Cancel("a"))
+    await asyncio.sleep(0.1)
+    assert core.handled == [Cancel("a"), Tick()]
+
+
+async def test_a_wake_up_can_be_asked_for_again_after_it_came():
+    now = time.monotonic()
+    core = ScriptedCore(Cancel=[WakeAt(now - 1)], Tick=[WakeAt(now)])
+    Routes(core).loop.post(Cancel("a"))
+    await asyncio.sleep(0.05)
+    assert core.handled == [Cancel("a"), Tick(), Tick()]
+
+
+async def test_a_closed_loop_wakes_no_more():
+    core = ScriptedCore(Cancel=[WakeAt(time.monotonic() + 0.01)])
+    routes = Routes(core)
+    routes.loop.post(Cancel("a"))
+    routes.loop.close()
+    await asyncio.sleep(0.05)
+    assert core.handled == [Cancel("a")]
+
+
+async def test_a_core_that_raises_is_never_asked_again():
+    core = ScriptedCore(Cancel=AssertionError("blocks are lost"))
+    routes = Routes(core)
+    with pytest.raises(AssertionError, match="blocks are lost"):
+        routes.loop.post(Cancel("a"))
+    assert routes.failures == 1
+    routes.loop.post(FlushCache())
+    assert core.handled == [Cancel("a")]

@@ -1,0 +1,28 @@
+"""The clusters of the end-to-end tests, and their logs where a test fails."""
+
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from tests.end_to_end.cluster import Clusters
+
+
+@pytest.fixture(scope="session")
+def clusters(backend_name: str) -> Iterator[Clusters]:
+    """Clusters by their options; at most one is alive."""
+    del backend_name
+    running = Clusters()
+    yield running
+    running.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the cluster's logs to the report of a failed test."""
+    report = yield
+    running = getattr(item, "funcargs", {}).get("clusters")
+    if report.failed and isinstance(running, Clusters):
+        report.sections.append(("cluster", running.logs()))
+    return report

@@ -1,0 +1,127 @@
+"""Golden cases over real processes: same token ids, log-probabilities within 1e-3.
+
+Four settings may matter: tensor-parallel size, chunk size, prefix cache, and company in the batch.
+The ordinary run takes every case once, spread over nine combinations in which every pair of values
+of any two settings occurs; the long run takes the whole product on six cases. Goal: whatever way a
+prompt is computed, the answer is the reference's.
+"""
+
+import itertools
+from dataclasses import astuple, dataclass
+
+import pytest
+from tests.end_to_end.cluster import Clusters
+
+from tests.end_to_end.generation import Client, Generation, request_of
+from tests.golden.cases import GoldenCase, golden_cases
+
+LOGPROB_TOLERANCE = 1e-3
+CHIPS = (1, 2, 3)
+CHUNKS = (16, 512)
+CACHES = ("cold", "warm", "off")
+COMPANY = (0, 15)
+LONG_CASES = 6
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One way to compute a case."""
+
+    chips: int
+    chunk: int
+    cache: str
+    company: int
+
+    def __str__(self) -> str:
+        return f"tp{self.chips}-chunk{self.chunk}-{self.cache}-{1 + self.company}of"
+
+    def options(self) -> tuple[str, ...]:
+        """Options of the cluster; cold and warm share one."""
+        return (
+            *("--groups", str(self.chips), "--dtype", "float32"),
+            *("--chunk-tokens", str(self.chunk)),
+            *("--prefix-cache", "off" if self.cache == "off" else "on"),
+        )
+
+
+# Ordered so that neighbours share a cluster.
+COVERING_SET = (
+    Combination(1, 512, "cold", 0),
+    Combination(1, 512, "warm", 15),
+    Combination(1, 16, "off", 0),
+    Combination(2, 16, "cold", 15),
+    Combination(2, 16, "warm", 0),
+    Combination(2, 512, "off", 15),
+    Combination(3, 512, "cold", 0),
+    Combination(3, 512, "warm", 15),
+    Combination(3, 16, "off", 0),
+)
+
+PRODUCT = tuple(
+    Combination(chips, chunk, cache, company)
+    for chips, chunk, cache, company in sorted(
+        itertools.product(CHIPS, CHUNKS, CACHES, COMPANY),
+        key=lambda values: (values[0], values[1], values[2] == "off"),
+    )
+)
+
+
+def test_covering_set_holds_every_pair() -> None:
+    values = [CHIPS, CHUNKS, CACHES, COMPANY]
+    rows = [astuple(combination) for combination in COVERING_SET]
+    for first, second in itertools.combinations(range(len(values)), 2):
+        wanted = set(itertools.product(values[first], values[second]))
+        assert {(row[first], row[second]) for row in rows} == wanted
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("combination", COVERING_SET, ids=str)
+def test_every_case_once(combination: Combination, clusters: Clusters) -> None:
+    cases = golden_cases()
+    assert len(cases) == 28
+    place = COVERING_SET.index(combination)
+    check_cases(cases[place :: len(COVERING_SET)], combination, clusters)
+
+
+@pytest.mark.end_to_end
+@pytest.mark.long
+@pytest.mark.parametrize("combination", PRODUCT, ids=str)
+def test_product_on_six_cases(combination: Combination, clusters: Clusters) -> None:
+    cases = golden_cases()
+    check_cases(cases[:: len(cases) // LONG_CASES][:LONG_CASES], combination, clusters)
+
+
+def check_cases(cases: list[GoldenCase], combination: Combination, clusters: Clusters) -> None:
+    client = clusters.client(*combination.options())
+    if combination.cache == "cold":
+        client.flush()
+    if combination.cache == "warm":
+        for case in cases:
+            client.generate(request_of(case.prompt_ids, 1))
+    block = client.status().groups[0].block_tokens
+    for case in cases:
+        answer = run(case, combination.company, client)
+        assert tuple(answer.prompt_ids) == case.prompt_ids, case.name
+        assert tuple(answer.ids) == case.output_ids, case.name
+        worst = max(
+            abs(ours - theirs) for ours, theirs in zip(answer.logprobs, case.logprobs, strict=True)
+        )
+        assert worst < LOGPROB_TOLERANCE, f"{case.name}: log-probability off by {worst}"
+        assert answer.usage is not None
+        whole_blocks = (len(case.prompt_ids) - 1) // block * block
+        if combination.cache == "warm":
+            assert answer.usage.cached_tokens == whole_blocks
+        if combination.cache == "off":
+            assert answer.usage.cached_tokens == 0
+
+
+def run(case: GoldenCase, company: int, client: Client) -> Generation:
+    """The case's answer, computed beside `company` other requests."""
+    prompt = case.prompt if case.chat and case.prompt is not None else case.prompt_ids
+    requests = [request_of(prompt, len(case.output_ids))]
+    others = [other for other in golden_cases() if other.name != case.name]
+    requests += [
+        request_of(other.prompt_ids[:100], 24 + number % 7)
+        for number, other in enumerate(others[:company])
+    ]
+    return client.generate_all(requests)[0]

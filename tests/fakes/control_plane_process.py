@@ -1,0 +1,82 @@
+"""A stand-in for the control plane as the launcher sees it.
+
+Announces ports, answers /health, serves the admin service, ends on SIGTERM.
+
+Usage: control_plane_process.py FOLDER ANNOUNCE
+    FOLDER/verdicts   each line "WORKER PID" is sent as a verdict
+    FOLDER/unhealthy  /health says 503 while the file exists
+    FOLDER/end        ends with the status in the file
+    FOLDER/stubborn   SIGTERM is ignored while the file exists
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import grpc
+
+from protos import admin_pb2, admin_pb2_grpc
+
+FOLDER = Path(sys.argv[1])
+
+
+class Admin(admin_pb2_grpc.AdminServiceServicer):
+    def GetStatus(self, request, context):  # noqa: ARG002, N802
+        return admin_pb2.GetStatusResponse(workers=[admin_pb2.WorkerStatus(id="chip0", state="x")])
+
+    def WatchVerdicts(self, request, context) -> Iterator[admin_pb2.Verdict]:  # noqa: ARG002, N802
+        sent = 0
+        while context.is_active():
+            path = FOLDER / "verdicts"
+            lines = path.read_text().splitlines() if path.exists() else []
+            for line in lines[sent:]:
+                worker_id, pid = line.split()
+                yield admin_pb2.Verdict(worker_id=worker_id, pid=int(pid), reason="frozen")
+            sent = len(lines)
+            time.sleep(0.05)
+
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(503 if (FOLDER / "unhealthy").exists() else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def on_sigterm(*_: object) -> None:
+    if not (FOLDER / "stubborn").exists():
+        os._exit(0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, on_sigterm)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    server = grpc.server(ThreadPoolExecutor(4))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(Admin(), server)
+    ports = {
+        "http_port": http.server_port,
+        "grpc_port": server.add_insecure_port("127.0.0.1:0"),
+        "worker_port": 1,
+        "pid": os.getpid(),
+    }
+    server.start()
+    unfinished = FOLDER / "announce.unfinished"
+    unfinished.write_text(json.dumps(ports))
+    unfinished.rename(sys.argv[2])
+    while not (FOLDER / "end").exists():
+        time.sleep(0.05)
+    os._exit(int((FOLDER / "end").read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Ranks of a group as threads of one process, with collectives through shared memory."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from backends.communicator import FinishedWork
+from backends.errors import CommunicatorTimeout
+from backends.interface import Communicator, Work
+
+
+class Meeting:
+    """What the ranks of one group share; `deadline_s` bounds every wait."""
+
+    def __init__(self, world_size: int, deadline_s: float = 20.0) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=deadline_s)
+        self.shared: list[torch.Tensor | None] = [None] * world_size
+
+
+class ThreadCommunicator(Communicator):
+    """Collectives between threads: everyone shows its tensor, then everyone reads all of them."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(rank, meeting.world_size)
+        self._meeting = meeting
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        self._exchange(tensor, lambda parts: tensor.copy_(torch.stack(parts).sum(dim=0)))
+        return FinishedWork()
+
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        self._exchange(tensor, lambda parts: output.copy_(torch.stack(parts)))
+        return FinishedWork()
+
+    def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        self._exchange(tensor, lambda parts: output.copy_(torch.stack(parts).sum(dim=0)[self.rank]))
+        return FinishedWork()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        self._exchange(tensor, lambda parts: tensor.copy_(parts[root]))
+        return FinishedWork()
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Work:
+        raise NotImplementedError("no test sends")
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Work:
+        raise NotImplementedError("no test receives")
+
+    def abort(self) -> None:
+        self._meeting.barrier.abort()
+
+    def _exchange(self, tensor: torch.Tensor, read: Callable[[list[torch.Tensor]], object]) -> None:
+        assert tensor.is_contiguous()
+        meeting = self._meeting
+        meeting.shared[self.rank] = tensor.clone()
+        try:
+            meeting.barrier.wait()
+            parts = [part for part in meeting.shared if part is not None]
+            assert len({part.shape for part in parts}) == 1, "ranks brought different shapes"
+            read(parts)
+            meeting.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise CommunicatorTimeout("another rank did not come") from error
+
+
+def run_ranks(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs one function per rank at the same time and returns their results."""
+    with ThreadPoolExecutor(max_workers=len(functions)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(f) for f in functions]]

@@ -1,0 +1,168 @@
+"""The command line: settings from options, refusals, exit statuses; commands stay light."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from scripts.cli.limit_options import LIMITS
+from scripts.cli.main import COMMANDS, main
+from scripts.cli.serve import invitation, serve, settings_lines, settings_of
+from scripts.launcher import Addresses
+from scripts.settings import ServeSettings, control_plane_command, worker_command
+from scripts.topology import numa_nodes_count
+
+ROOT = Path(__file__).parents[2]
+
+
+def settings(*options: str) -> ServeSettings:
+    values = dict(serve.make_context("serve", list(options)).params)
+    del values["announce"]
+    return settings_of(values)
+
+
+def option_of(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_one_chip_per_numa_node_is_the_default() -> None:
+    assert settings().group_sizes == (1,) * numa_nodes_count()
+
+
+@pytest.mark.parametrize(
+    ("lists", "count"), [(["0-3", "4-7"], 2), (["0-3", ""], 1), ([], 1)], ids=str
+)
+def test_nodes_without_processors_do_not_count(
+    tmp_path: Path, lists: list[str], count: int
+) -> None:
+    for number, cpus in enumerate(lists):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cpus + "\n")
+    assert numa_nodes_count(tmp_path) == count
+
+
+def test_groups_and_blocks_reach_the_processes() -> None:
+    chosen = settings("--groups", "2,1", "--kv-blocks", "64,48,32", "--prefix-cache", "off")
+    control_plane = control_plane_command(chosen, "/announce")
+    assert option_of(control_plane, "--groups") == "2,1"
+    assert option_of(control_plane, "--prefix-cache") == "off"
+    blocks = [option_of(worker_command(chosen, chip, 7), "--kv-blocks") for chip in range(3)]
+    assert blocks == ["64", "48", "32"]
+    same = settings("--chips", "2", "--kv-blocks", "64")
+    assert [option_of(worker_command(same, chip, 7), "--kv-blocks") for chip in (0, 1)] == [
+        "64",
+        "64",
+    ]
+    assert "--kv-blocks" not in worker_command(settings(), 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--chips", "2", "--groups", "2"], "--chips and --groups"),
+        (["--chips", "1", "--kv-blocks", "64,48"], "--kv-blocks has 2 numbers for 1 chips"),
+        (["--groups", "2,x"], "2,x"),
+        (["--groups", "0"], "'0'"),
+        (["--backend", "unheard-of"], "unheard-of"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+        (["--max-running", "0"], "--max-running"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_as_usage(options: list[str], named: str) -> None:
+    result = CliRunner().invoke(main, ["serve", *options])
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_every_setting_is_shown_at_start() -> None:
+    text = "\n".join(settings_lines(settings("--kv-blocks", "64")))
+    hidden = {"chips", "announce", "help"}
+    for option in serve.params:
+        if option.name not in hidden:
+            assert f"  {option.opts[0].removeprefix('--')} " in text
+    assert "kv-blocks " in text
+    assert " 64" in text
+
+
+def test_the_invitation_names_ports_that_differ() -> None:
+    text = "\n".join(invitation("0.0.0.0", Addresses(8123, 50123, 1)))
+    assert "http://127.0.0.1:8123/v1/chat/completions" in text
+    assert "--grpc-port 50123" in text
+    assert "--grpc-port" not in "\n".join(invitation("127.0.0.1", Addresses(8000, 50051, 1)))
+
+
+@pytest.mark.parametrize(
+    "command", [["chat", "hello"], ["status", "--json"], ["cache", "flush"]], ids=str
+)
+def test_an_unreachable_service_is_status_3(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--grpc-port", "1", "--http-port", "1"])
+    assert result.exit_code == 3
+    assert "127.0.0.1:1" in result.output
+    assert "polychip serve" in result.output
+
+
+def test_every_command_has_help() -> None:
+    for name in COMMANDS:
+        if name not in ("control-plane", "worker"):
+            assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+
+
+def test_chat_needs_neither_torch_nor_the_control_plane() -> None:
+    code = (
+        "import sys, json, scripts.cli.main as cli\n"
+        "cli.main.get_command(None, 'chat')\n"
+        "print(json.dumps(sorted(name.partition('.')[0] for name in sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=60
+    )
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"torch", "control_plane", "chip_worker", "tokenizers"}
+
+
+def table_of_settings() -> dict[str, str]:
+    """Option to default, from the tables of docs/settings.md that describe `polychip serve`."""
+    rows = {}
+    for line in (ROOT / "docs" / "settings.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0].startswith("`--"):
+            rows[cells[0].strip("`").split()[0]] = cells[1]
+    return rows
+
+
+def test_the_table_of_settings_is_complete_and_right() -> None:
+    table = table_of_settings()
+    options = {
+        option.opts[0]: option
+        for option in serve.params
+        if isinstance(option, click.Option) and option.name != "help"
+    }
+    assert set(table) == set(options)
+    for name, option in options.items():
+        default = option.show_default if isinstance(option.show_default, str) else option.default
+        if option.is_flag:
+            default = "off"
+        elif not isinstance(default, str | int | float) or default == "":
+            default = "none"
+        assert table[name] == str(default), name
+
+
+def test_every_limit_of_the_control_plane_can_be_set() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "control_plane", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        timeout=60,
+        text=True,
+    )
+    known = {word for word in done.stdout.split() if word.startswith("--")} - {"--help"}
+    passed_on = {word for word in control_plane_command(settings(), "") if word.startswith("--")}
+    passed_on |= {"--context", "--debug-api", "--chips", "--join-token-file"}
+    assert known == passed_on
+    assert {limit.flag for limit in LIMITS} <= passed_on

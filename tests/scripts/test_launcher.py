@@ -1,0 +1,190 @@
+"""The launcher over stand-in processes: what it starts again, what it kills, how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from chip_worker.exit_code import ExitCode
+from scripts.launcher import RestartPause
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 20.0
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import anyio
+from scripts import launcher
+from scripts.cli.serve import serve, settings_of
+
+folder = Path(sys.argv[1])
+fakes = Path.cwd() / "tests" / "fakes"
+launcher.control_plane_command = lambda settings, announce: [
+    sys.executable, str(fakes / "control_plane_process.py"), str(folder), announce]
+launcher.worker_command = lambda settings, index, port: [
+    sys.executable, str(fakes / "worker_process.py"), str(folder), f"chip{index}"]
+values = dict(serve.make_context("serve", ["--chips", "2", "--drain-deadline", sys.argv[2]]).params)
+del values["announce"]
+running = launcher.Launcher(
+    settings_of(values),
+    report=lambda line: print(line, flush=True),
+    on_ready=lambda addresses: print("READY", flush=True),
+)
+sys.exit(anyio.run(running.run))
+"""
+
+
+class Running:
+    """A launcher in a process of its own, and the folder that steers its stand-ins."""
+
+    def __init__(self, folder: Path, drain_deadline_s: float = 5.0) -> None:
+        self.folder = folder
+        self.output = folder / "output"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(folder), str(drain_deadline_s)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def pids(self, name: str) -> list[int]:
+        path = self.folder / f"{name}.pids"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.02)
+
+    def wait_until_ready(self) -> None:
+        self.wait_for(lambda: "READY" in self.text())
+        self.wait_for(lambda: bool(self.pids("chip0") and self.pids("chip1")))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def start_one(**options: float) -> Running:
+        started.append(Running(tmp_path, **options))
+        return started[-1]
+
+    yield start_one
+    for running in started:
+        for name in ("chip0", "chip1"):
+            (tmp_path / f"{name}.end").write_text("0")
+        running.process.kill()
+        running.process.wait()
+    (tmp_path / "end").write_text("0")
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_sigterm_drains_and_stops_all(start: Callable[..., Running]) -> None:
+    running = start()
+    running.wait_until_ready()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(DEADLINE_S) == 0, running.text()
+    assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
+
+
+def test_a_killed_worker_is_started_again(start: Callable[..., Running]) -> None:
+    running = start()
+    running.wait_until_ready()
+    os.kill(running.pids("chip0")[0], signal.SIGKILL)
+    running.wait_for(lambda: len(running.pids("chip0")) == 2)
+    assert "chip0 was ended by SIGKILL; starting it again in 0.5 s" in running.text()
+    assert len(running.pids("chip1")) == 1
+
+
+def test_a_worker_that_left_stays_away(start: Callable[..., Running]) -> None:
+    running = start()
+    running.wait_until_ready()
+    (running.folder / "chip1.end").write_text("0")
+    running.wait_for(lambda: "chip1 left" in running.text())
+    time.sleep(1.0)
+    assert len(running.pids("chip1")) == 1
+
+
+def test_a_verdict_kills_that_process_only(start: Callable[..., Running]) -> None:
+    running = start()
+    running.wait_until_ready()
+    first, innocent = running.pids("chip0")[0], running.pids("chip1")[0]
+    (running.folder / "verdicts").write_text(f"chip1 {first}\nchip0 {first}\n")
+    running.wait_for(lambda: len(running.pids("chip0")) == 2)
+    assert f"chip0 (process {first}) is killed: frozen" in running.text()
+    assert not gone(innocent)
+    assert running.pids("chip1") == [innocent]
+
+
+def test_the_end_of_the_control_plane_ends_all_with_its_status(
+    start: Callable[..., Running],
+) -> None:
+    running = start()
+    running.wait_until_ready()
+    (running.folder / "end").write_text("7")
+    assert running.process.wait(DEADLINE_S) == 7
+    assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
+
+
+def test_a_second_signal_ends_at_once(start: Callable[..., Running], tmp_path: Path) -> None:
+    (tmp_path / "stubborn").touch()
+    running = start(drain_deadline_s=600.0)
+    running.wait_until_ready()
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for(lambda: "SIGINT" in running.text())
+    time.sleep(0.3)
+    assert running.process.poll() is None
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(DEADLINE_S) == 1
+    assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
+
+
+@pytest.mark.parametrize(("status", "starts"), [(ExitCode.FAILED, 4), (ExitCode.MODEL_FAILED, 1)])
+def test_workers_that_never_start_end_the_service(
+    start: Callable[..., Running], tmp_path: Path, status: ExitCode, starts: int
+) -> None:
+    (tmp_path / "unhealthy").touch()
+    for name in ("chip0", "chip1"):
+        (tmp_path / f"{name}.end").write_text(str(int(status)))
+    running = start()
+    assert running.process.wait(DEADLINE_S) == 1
+    assert "no worker can start" in running.text()
+    assert status.name in running.text()
+    assert len(running.pids("chip0")) == starts
+
+
+def test_a_worker_without_hope_does_not_stop_the_others(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "chip0.end").write_text(str(int(ExitCode.MODEL_FAILED)))
+    running = start()
+    running.wait_until_ready()
+    running.wait_for(lambda: "would not help" in running.text())
+    time.sleep(1.0)
+    assert len(running.pids("chip0")) == 1
+    assert running.process.poll() is None
+
+
+def test_the_pause_grows_and_forgets() -> None:
+    pause = RestartPause()
+    assert [pause.next_s(1.0) for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert pause.next_s(61.0) == 0.5
