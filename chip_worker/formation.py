@@ -18,30 +18,12 @@ from backends.interface import (
 from chip_worker.batch import FormGroup, RowResult, SlotSampling, Step
 from chip_worker.config import WorkerConfig
 from chip_worker.memory_pool import KVDemand, open_memory_pool
-from chip_worker.model_config import ModelConfig
 from chip_worker.model_runner import ModelRunner, StepBatch, build_batch
-from chip_worker.models.layers import DecoderWeights
-from chip_worker.models.model import Model, ModelPlace
+from chip_worker.models.model import ModelPlace
 from chip_worker.sampler import SAMPLE_OPERATION, Sampler, sample_requirement
+from chip_worker.shard_loader import LoadedShard
 from chip_worker.slots import Slot, SlotTables
-from chip_worker.tensor_parallel import ShardPlan
 from chip_worker.timed_communicator import TimedCommunicator
-
-
-@dataclass(frozen=True)
-class LoadedShard:
-    """A rank's weights with what they belong to; outlives an epoch."""
-
-    model: type[Model]
-    config: ModelConfig
-    shard: ShardPlan
-    weights: DecoderWeights
-    dtype: torch.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """Such as "float32"."""
-        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,13 @@ from protos import worker_pb2, worker_pb2_grpc
 
 ATTACH_TIMEOUT_S = 5.0
 GOODBYE_TIMEOUT_S = 2.0
+VERDICT_WAIT_S = 0.2
+"""How long a lapsed stream may take to show that the control plane has ended it."""
 
 HEARTBEAT_MISSED = "worker.heartbeat_missed"
 
 _LOCAL_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-_FATAL_STATUS = {
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNIMPLEMENTED,
-}
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
 
 AttachCall = grpc.aio.StreamStreamCall[worker_pb2.AttachRequest, worker_pb2.AttachResponse]
 
@@ -160,7 +157,7 @@ class PlaneStream:
             sent_at = self._clock()
             lease_left_s = answered_at + self._lease_s - sent_at
             if lease_left_s <= 0:
-                return StreamEnded(f"no heartbeat was answered for {self._lease_s} s")
+                return await self._lapse()
             timeout_s = min(lease_left_s, max(self._heartbeat_interval_s, self._lease_s / 2))
             try:
                 response = await self._stub.Heartbeat(self._heartbeat_message(), timeout=timeout_s)
@@ -172,6 +169,16 @@ class PlaneStream:
                 answered_at = sent_at
                 alive()
             await anyio.sleep(min(self._heartbeat_interval_s, self._lease_s))
+
+    async def _lapse(self) -> WorkerError:
+        """Ends a stream whose lease lapsed, as the control plane ended it if it did.
+
+        A process that was frozen finds here what it was told meanwhile.
+        """
+        assert self._call is not None
+        with anyio.move_on_after(VERDICT_WAIT_S):
+            return await _end_of(self._call)
+        return StreamEnded(f"no heartbeat was answered for {self._lease_s} s")
 
     def _heartbeat_message(self) -> worker_pb2.HeartbeatRequest:
         form = self._inbox.form
@@ -194,7 +201,7 @@ async def _end_of(call: AttachCall) -> WorkerError:
         return Superseded(message)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return Refused(f"{message}; does --control-plane name the worker port?")
-    if code in _FATAL_STATUS:
+    if code in _REFUSALS:
         return Refused(message)
     return StreamEnded(message)
 

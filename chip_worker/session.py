@@ -15,9 +15,9 @@ from time import monotonic_ns
 
 import structlog
 
-from backends.errors import BackendUnavailable
-from backends.interface import Backend, BackendRuntime, GroupPlace
-from backends.plugin import FaultEvent, ModelLoadPlan
+from backends.errors import BackendUnavailable, CommunicatorError
+from backends.interface import Backend, BackendRuntime, Communicator, GroupPlace
+from backends.plugin import FaultEvent
 from chip_worker.batch import (
     Command,
     Fault,
@@ -37,10 +37,9 @@ from chip_worker.checkpoint import ModelFingerprint
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import DivergedError
 from chip_worker.faults import fault_kind, is_fatal
-from chip_worker.formation import Formation, LoadedShard
-from chip_worker.models.registry import find_model
-from chip_worker.tensor_parallel import plan_shard
-from chip_worker.weights import ShardReader, open_checkpoint
+from chip_worker.formation import Formation
+from chip_worker.joining import Joining
+from chip_worker.shard_loader import ShardLoader
 
 _log = structlog.get_logger(__name__)
 
@@ -75,15 +74,16 @@ class Session:
         self._runtime = runtime
         self._report = report
         self._clock_ns = clock_ns
-        self._checkpoint = open_checkpoint(config.model_path)
-        self._model = find_model(self._checkpoint.config)
+        self._loader = ShardLoader(config.model_path, runtime.dtype())
         acquired = backend.on_device_acquire(runtime.config)
         if not acquired.granted:
             raise BackendUnavailable(f"no chip could be opened: {dict(acquired.rejected)}")
         self.chip = acquired.granted[0]
         self._device = runtime.get_device(0, acquired.granted)
-        self._loaded: LoadedShard | None = None
-        self._waiting: FormGroup | None = None
+        self._form: FormGroup | None = None
+        """The epoch this rank is in, or on its way to."""
+        self._aborted: FormGroup | None = None
+        self._joining: Joining | None = None
         self._formation: Formation | None = None
         self._formed: dict[str, _Position] = {}
         self._faulted: _Position | None = None
@@ -94,7 +94,7 @@ class Session:
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model this worker can load."""
-        return self._checkpoint.fingerprint()
+        return self._loader.fingerprint()
 
     @property
     def dtype_name(self) -> str:
@@ -110,20 +110,23 @@ class Session:
             self._fail(error, position)
 
     def abort(self) -> None:
-        """Makes a collective that the compute thread hangs in fail soon; from any thread.
+        """Ends a wait for other ranks that the compute thread hangs in; from any thread.
 
         Call it before handing over the ResetEpoch or Shutdown that ends the epoch.
         """
-        formation = self._formation
+        # First the mark, then the waits: whoever begins to wait looks at the mark afterwards.
+        self._aborted = self._form
+        joining, formation = self._joining, self._formation
+        if joining is not None:
+            joining.give_up()
         if formation is not None:
             formation.abort()
 
     def close(self) -> None:
         """Ends the epoch, gives chip and checkpoint back, calls `on_shutdown`; call once, last."""
         self._drop_epoch()
-        self._loaded = None
+        self._loader.close()
         self._device.close()
-        self._checkpoint.close()
         self._backend.on_shutdown()
 
     def _dispatch(self, command: Command) -> None:
@@ -131,7 +134,7 @@ class Session:
             case Step():
                 self._step(command)
             case FormGroup():
-                self._form(command)
+                self._form_group(command)
             case Rendezvous():
                 self._join(command)
             case ResetEpoch():
@@ -141,28 +144,31 @@ class Session:
 
     # ------------------------------------------------------------ forming
 
-    def _form(self, form: FormGroup) -> None:
+    def _form_group(self, form: FormGroup) -> None:
         self._fence_formation(form)
         self._drop_epoch()
+        self._form = form
         self._faulted = None
-        place = _place(form)
+        shard = self._loader.plan(form.rank, form.world_size, form.kv_policy)
         address = b""
         if form.rank == 0 and form.world_size > 1:
-            address = self._runtime.open_rendezvous(place)
+            address = self._runtime.open_rendezvous(_place(form))
             self._report(Rendezvous(form.term, form.epoch, address))
-        self._load(form)
+        self._backend.on_model_load(self._loader.load_plan(shard))
+        self._loader.load(shard, self._device)
         if form.rank == 0:
             self._enter(form, address)
-        else:
-            self._waiting = form
 
     def _join(self, rendezvous: Rendezvous) -> None:
-        form = self._waiting
-        if form is None or (form.term, form.epoch) != (rendezvous.term, rendezvous.epoch):
+        form = self._form
+        if (
+            form is None
+            or self._formation is not None
+            or (form.term, form.epoch) != (rendezvous.term, rendezvous.epoch)
+        ):
             # An epoch that was reset meanwhile: nobody waits for this rank any more.
             _log.info("session.rendezvous_ignored", epoch=rendezvous.epoch)
             return
-        self._waiting = None
         self._enter(form, rendezvous.address)
 
     def _fence_formation(self, form: FormGroup) -> None:
@@ -177,32 +183,18 @@ class Session:
         self._term_highest = form.term
         self._formed[form.group_id] = _Position(form.term, form.epoch)
 
-    def _load(self, form: FormGroup) -> None:
-        """Loads the shard, or keeps the weights if they are this shard's already."""
-        config = self._checkpoint.config
-        shard = plan_shard(config, form.rank, form.world_size, form.kv_policy)
-        dtype = self._runtime.dtype()
-        weight_bytes = self._model.weight_elements(config, shard) * dtype.itemsize
-        self._backend.on_model_load(
-            ModelLoadPlan(config.architecture, weight_bytes, form.rank, form.world_size)
-        )
-        if self._loaded is not None and self._loaded.shard == shard:
-            return
-        self._loaded = None
-        weights = self._model.load(ShardReader(self._checkpoint, self._device, dtype, shard))
-        self._loaded = LoadedShard(self._model, config, shard, weights, dtype)
-
     def _enter(self, form: FormGroup, address: bytes) -> None:
-        assert self._loaded is not None, "weights are loaded before a rank enters its group"
-        communicator = self._runtime.create_communicator(self._device, _place(form), address)
+        loaded = self._loader.loaded
+        communicator = self._join_ranks(form, address)
         try:
             formation = Formation(
-                form, self._config, self._runtime, self._device, self._loaded, communicator
+                form, self._config, self._runtime, self._device, loaded, communicator
             )
         except Exception:
             communicator.close()
             raise
         self._formation = formation
+        self._check_not_aborted(form)
         warm = formation.warm_up()
         self._step_last = 0
         self._finished_ns = None
@@ -214,9 +206,27 @@ class Session:
                 prefill_tokens_per_s=warm.prefill_tokens_per_s,
                 decode_step_s=warm.decode_step_s,
                 step_credit=self._config.step_credit,
-                weight_bytes=self._loaded.weights.bytes_total,
+                weight_bytes=loaded.weights.bytes_total,
             )
         )
+
+    def _join_ranks(self, form: FormGroup, address: bytes) -> Communicator:
+        def create() -> Communicator:
+            return self._runtime.create_communicator(self._device, _place(form), address)
+
+        if form.world_size == 1:
+            return create()
+        joining = self._joining = Joining(create)
+        try:
+            self._check_not_aborted(form)
+            return joining.wait()
+        finally:
+            self._joining = None
+            joining.give_up()
+
+    def _check_not_aborted(self, form: FormGroup) -> None:
+        if self._aborted is form:
+            raise CommunicatorError("the epoch ended while the group was forming")
 
     # ------------------------------------------------------------ steps
 
@@ -261,21 +271,21 @@ class Session:
     # ------------------------------------------------------------ ends
 
     def _reset(self, reset: ResetEpoch) -> None:
-        current = self._current()
+        current = self._position()
         if current is not None and (reset.term, reset.epoch) < (current.term, current.epoch):
             _log.info("session.reset_ignored", epoch=reset.epoch, current=current.epoch)
             return
         _log.info("session.epoch_reset", epoch=reset.epoch, reason=reset.reason)
         self._drop_epoch()
 
-    def _current(self) -> _Position | None:
-        form = self._waiting if self._formation is None else self._formation.form
+    def _position(self) -> _Position | None:
+        form = self._form
         return None if form is None else _Position(form.term, form.epoch)
 
     def _drop_epoch(self) -> None:
         """Drops keys, values and communicator; weights stay."""
         formation, self._formation = self._formation, None
-        self._waiting = None
+        self._form = None
         if formation is None:
             return
         formation.close()
@@ -289,7 +299,7 @@ class Session:
         else:
             _log.warning("session.fault", kind=kind.value, epoch=position.epoch, error=str(error))
         # What ends is the epoch this worker is in, whatever the refused command said.
-        ended = self._current() or position
+        ended = self._position() or position
         self._backend.on_fault(FaultEvent(error, position.step_id))
         self._drop_epoch()
         self._faulted = _Position(ended.term, ended.epoch)

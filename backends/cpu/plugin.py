@@ -54,6 +54,9 @@ class CpuBackend(Backend):
                 f"dtype is {config.dtype!r}; the cpu backend computes in {' or '.join(_DTYPES)}: "
                 "choose one of them, or auto"
             )
+        # OpenMP reads it when torch is imported. Its threads otherwise spin at every barrier, and
+        # one busy process beside them then makes a step forty times as long (measured).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251
 
     def _cores_of_chip(self, index: int, config: BackendConfig) -> tuple[int, ...]:
         """floor(cores / chips) cores, at least one; shared where chips exceed cores."""

@@ -40,7 +40,10 @@ _LOSS_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What every FormGroup says besides the place; see protos/worker.proto."""
+    """What every FormGroup says besides the place; see protos/worker.proto.
+
+    block_tokens: of a group for which the core names no other number.
+    """
 
     block_tokens: int
     slots: int
@@ -83,7 +86,7 @@ def encode_form_group(
         group_epoch=effect.epoch,
         layout=worker_pb2.GroupLayout(tensor_rank=effect.rank, tensor_size=effect.world_size),
         deadline_s=effect.deadline_s,
-        block_tokens=settings.block_tokens,
+        block_tokens=effect.block_tokens or settings.block_tokens,
         slots=settings.slots,
         chunk_tokens=settings.chunk_tokens,
         context_tokens=context_tokens,

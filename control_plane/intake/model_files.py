@@ -18,7 +18,7 @@ GGUF_SPECIAL_KEYS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
+BOS_BY_DEFAULT = ("llama-bpe",)
 """Pre-tokenizers whose models begin with the start token unless the file says otherwise."""
 
 
@@ -96,7 +96,7 @@ def _from_gguf(path: Path) -> ModelFiles:
         name=path.stem,
         architecture=architecture,
         context_tokens=_gguf(fields, path, f"{architecture}.context_length", int),
-        vocabulary_size=int(str(fields.get(f"{architecture}.vocab_size", len(tokens)))),
+        vocabulary_size=_gguf(fields, path, f"{architecture}.vocab_size", int, len(tokens)),
         end_token_ids=tuple(sorted({ids[key] for key in GGUF_END_KEYS if key in ids})),
         chat_template=template if isinstance(template, str) else None,
         special_tokens={
@@ -132,7 +132,8 @@ def _checked(value: object, kind: type[Kind], what: str) -> Kind:
 
 def _from_directory(path: Path) -> ModelFiles:
     config = _read_json(path / "config.json")
-    text_config = config.get("text_config", config)
+    nested = config.get("text_config")  # of models that see as well as read
+    text_config = nested if isinstance(nested, dict) else config
     where = f"model file {path / 'config.json'}: field"
     tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
     tokenizer_path = path / "tokenizer.json"
@@ -154,7 +155,7 @@ def _from_directory(path: Path) -> ModelFiles:
             text_config.get("max_position_embeddings"), int, f"{where} max_position_embeddings"
         ),
         vocabulary_size=_checked(text_config.get("vocab_size"), int, f"{where} vocab_size"),
-        end_token_ids=_end_token_ids(path, config, tokenizer_config, special_tokens),
+        end_token_ids=_end_token_ids(path, config, special_tokens),
         chat_template=_directory_template(path, tokenizer_config),
         special_tokens=special_tokens,
         tokenizer=TokenizerJson(tokenizer_path),
@@ -162,38 +163,29 @@ def _from_directory(path: Path) -> ModelFiles:
 
 
 def _end_token_ids(
-    path: Path,
-    config: dict[str, Any],
-    tokenizer_config: dict[str, Any],
-    special_tokens: dict[str, str],
+    path: Path, config: dict[str, Any], special_tokens: dict[str, str]
 ) -> tuple[int, ...]:
     """The generation config's ids, else the model's, and the tokenizer's own end token."""
-    generation = _read_json(path / "generation_config.json", optional=True)
-    declared = generation.get("eos_token_id")
+    declared = _read_json(path / "generation_config.json", optional=True).get("eos_token_id")
     if declared is None:
-        declared = config.get("eos_token_id")
-    ids = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
-    added = tokenizer_config.get("added_tokens_decoder")
-    entries = (
-        [(int(index), entry) for index, entry in added.items()]
-        if isinstance(added, dict)
-        else [
-            (entry["id"], entry)
-            for entry in _read_json(path / "tokenizer.json").get("added_tokens", [])
-        ]
-    )
-    end_text = special_tokens.get("eos_token")
-    ids |= {index for index, entry in entries if _token_text(entry) == end_text}
-    if not all(isinstance(index, int) for index in ids):
-        raise ConfigurationError(f"model directory {path}: eos_token_id {declared!r} is no id")
-    return tuple(sorted(ids))
+        declared = config.get("eos_token_id", [])
+    ids = declared if isinstance(declared, list) else [declared]
+    if "eos_token" in special_tokens:
+        added = _read_json(path / "tokenizer.json").get("added_tokens", [])
+        ids += [each["id"] for each in added if each.get("content") == special_tokens["eos_token"]]
+    if not all(isinstance(each, int) for each in ids):
+        raise ConfigurationError(
+            f"model directory {path}: eos_token_id {declared!r:.60} is neither an id nor a list of "
+            "ids"
+        )
+    return tuple(sorted(set(ids)))
 
 
 def _directory_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """A file of its own comes first, as in transformers; of several named ones, "default"."""
     separate = path / "chat_template.jinja"
     if separate.is_file():
-        return separate.read_text(encoding="utf-8")
+        return _read_text(separate)
     template = tokenizer_config.get("chat_template")
     if template is None:
         template = _read_json(path / "chat_template.json", optional=True).get("chat_template")
@@ -212,12 +204,20 @@ def _token_text(token: object) -> str | None:
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if optional and not path.is_file():
         return {}
+    text = _read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"model file {path}: {error.strerror}") from error
+        content = json.loads(text)
     except ValueError as error:
         raise ConfigurationError(f"model file {path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"model file {path}: holds no JSON object")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"model file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"model file {path}: not UTF-8: {error.reason}") from error

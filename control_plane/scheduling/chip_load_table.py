@@ -82,11 +82,6 @@ class ChipLoadTable:
             counted.group.queued_tokens -= counted.tokens
             counted.group.queued_blocks -= counted.blocks
 
-    def part_of(self, request_id: str) -> tuple[int, int]:
-        """(tokens, blocks) a request is counted as."""
-        counted = self._dispatched[request_id]
-        return counted.tokens, counted.blocks
-
     def check_integrity(self) -> None:
         """Asserts that every group's load is the sum of its requests'."""
         for group in self.groups.values():

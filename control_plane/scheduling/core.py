@@ -19,20 +19,10 @@ from control_plane.errors import (
 )
 from control_plane.request import Request
 from control_plane.scheduling.admission_rules import tokens_limit
-from control_plane.scheduling.block_ledger import BlockLedger
-from control_plane.scheduling.chip_groups import ChipGroup, ChipGroups, GroupState
-from control_plane.scheduling.chip_load_table import ChipLoadTable, GroupLoad
-from control_plane.scheduling.global_scheduler import (
-    MOVE_GAIN_S,
-    can_hold,
-    choose_group,
-    weigh_group,
-)
-from control_plane.scheduling.group_scheduler import GroupScheduler
+from control_plane.scheduling.chip_groups import ChipGroup, ChipGroups
 from control_plane.scheduling.live_request import LiveRequest, Stage
 from control_plane.scheduling.messages import (
     Accepted,
-    BlockCounts,
     CacheFlushed,
     Cancel,
     Effect,
@@ -40,11 +30,8 @@ from control_plane.scheduling.messages import (
     Event,
     Failed,
     FlushCache,
-    GroupSnapshot,
     Heartbeat,
     RendezvousOpened,
-    SendStep,
-    ServingChanged,
     Snapshot,
     StepDone,
     Submit,
@@ -56,16 +43,12 @@ from control_plane.scheduling.messages import (
     WorkerLost,
     WorkerReady,
 )
-from control_plane.scheduling.radix_index import GroupTree, RadixIndex
-from control_plane.scheduling.step_time import StepTimeModel
+from control_plane.scheduling.serving_groups import ServingGroups
 from control_plane.scheduling.timers import Timers
 from control_plane.scheduling.worker_table import Worker
 
 RETRY_AFTER_S = 5.0
 """Hint for clients while no group serves."""
-
-MOVES_PER_STEP_MAX = 8
-"""Waiting requests of other groups a group with room looks at per step."""
 
 
 class SchedulingCore:
@@ -80,13 +63,9 @@ class SchedulingCore:
         self._timers = Timers()
         self._effects: list[Effect] = []
         self._chips = ChipGroups(config, self._timers, self._emit, self)
-        self._schedulers: dict[str, GroupScheduler] = {}
-        self._index = RadixIndex(config.block_tokens)
-        self._load = ChipLoadTable()
+        self._serving = ServingGroups(config, self._timers, self._emit)
         self._requests: dict[str, LiveRequest] = {}
         self._held: list[LiveRequest] = []
-        self._touched: dict[str, None] = {}
-        self._contexts_tokens: dict[str, int] = {}
         self._arrivals = 0
         self._generated_tokens = 0
         self._failovers = 0
@@ -99,14 +78,14 @@ class SchedulingCore:
         self._route(event, now)
         for kind, name in self._timers.take_due(now):
             self._fire(kind, name, now)
-        self._plan_touched(now)
+        self._serving.plan_touched(now)
         self._set_wake()
         effects, self._effects = self._effects, []
         return effects
 
     def snapshot(self, now: float) -> Snapshot:
         """The present state; changes nothing."""
-        groups = tuple(self._group_snapshot(group) for group in self._chips.groups.values())
+        groups = tuple(self._serving.snapshot(group) for group in self._chips.groups.values())
         return Snapshot(
             workers=self._chips.workers.snapshots(now),
             groups=groups,
@@ -119,12 +98,9 @@ class SchedulingCore:
 
     def check_integrity(self) -> None:
         """Asserts conservation of blocks, references, loads and stages."""
-        for scheduler in self._schedulers.values():
-            scheduler.check_integrity()
-        self._index.check_integrity([s.tree for s in self._schedulers.values()])
-        self._load.check_integrity()
+        self._serving.check_integrity()
         assert all(live in self._requests.values() for live in self._held)
-        counted = sum(load.requests_count for load in self._load.groups.values())
+        counted = sum(load.requests_count for load in self._serving.load.groups.values())
         assert counted == len(self._requests) - len(self._held), "every request counts once"
 
     # ------------------------------------------------------------ routing
@@ -140,7 +116,7 @@ class SchedulingCore:
             case Cancel():
                 self._fail_by_id(event.request_id, RequestCancelled(event.reason), now)
             case FlushCache():
-                self._flush()
+                self._emit(CacheFlushed(self._serving.flush()))
             case Heartbeat():
                 self._chips.heartbeat(event.worker_id, event.incarnation, now)
             case WorkerAttached():
@@ -159,7 +135,7 @@ class SchedulingCore:
     def _fire(self, kind: str, name: str, now: float) -> None:
         match kind:
             case "plan":
-                self._touched[name] = None
+                self._serving.touch(name)
             case "step":
                 self._step_deadline(name, now)
             case "heartbeat":
@@ -223,20 +199,20 @@ class SchedulingCore:
                 f"target_group {target!r} does not exist: choose one of {known}, or leave it out",
                 field="target_group",
             )
-        loads = self._load.groups
+        loads = self._serving.load.groups
         groups = [load for name, load in loads.items() if target in (None, name)]
         if not groups:
             whom = "no group serves" if target is None else f"group {target} does not serve"
             return ServiceUnavailable(f"{whom} at present", retry_after_s=RETRY_AFTER_S)
-        limit = tokens_limit(request, min(self._contexts_tokens.values()), groups)
+        limit = tokens_limit(request, self._serving.context_tokens, groups)
         if isinstance(limit, RequestError):
             return limit
         return self._queue_refusal(request) or limit
 
     def _queue_refusal(self, request: Request) -> RequestError | None:
-        schedulers = self._schedulers.values()
+        schedulers = self._serving.schedulers.values()
         requests_count = len(self._held) + sum(len(s.waiting) for s in schedulers)
-        tokens_count = sum(load.queued_tokens for load in self._load.groups.values())
+        tokens_count = sum(load.queued_tokens for load in self._serving.load.groups.values())
         more = len(request.prompt_ids) + len(request.output_ids)
         config = self._config
         if requests_count < config.queue_requests_max:
@@ -247,25 +223,18 @@ class SchedulingCore:
         else:
             full = f"{requests_count} requests wait"
             limit = f"the queue holds {config.queue_requests_max}"
-        rate = sum(load.prefill_tokens_per_s for load in self._load.groups.values())
+        rate = sum(load.prefill_tokens_per_s for load in self._serving.load.groups.values())
         retry_after_s = min(60.0, max(1.0, tokens_count / max(rate, 1.0)))
         message = f"{full}; {limit}: try again in {retry_after_s:.0f} s"
         return QueueFull(message, retry_after_s=retry_after_s)
 
     def _dispatch(self, live: LiveRequest, now: float) -> None:
         """Sends a request to the best group, or holds it until one serves."""
-        resident = {}
-        if self._config.prefix_cache and live.request.use_prefix_cache:
-            resident = self._index.match(live.root_key, live.token_ids)
-        choice = choose_group(live, self._load.groups.values(), resident)
-        if choice is None:
+        if self._serving.dispatch(live):
+            live.held_since = None
+            self._timers.clear(("recovery", live.request_id))
+        else:
             self._hold(live, now)
-            return
-        live.held_since = None
-        self._timers.clear(("recovery", live.request_id))
-        self._load.dispatch(live.request_id, choice.group_id, choice.tokens, choice.blocks)
-        self._schedulers[choice.group_id].enqueue(live)
-        self._touched[choice.group_id] = None
 
     def _hold(self, live: LiveRequest, now: float) -> None:
         live.group_id = ""
@@ -311,21 +280,14 @@ class SchedulingCore:
         del self._requests[live.request_id]
         self._timers.clear(("deadline", live.request_id))
         self._timers.clear(("recovery", live.request_id))
-        scheduler = self._schedulers.get(live.group_id)
+        scheduler = self._serving.schedulers.get(live.group_id)
         if scheduler:
             scheduler.remove(live, now, valid_tokens=valid_tokens, trusted=trusted)
-            self._touched[live.group_id] = None
+            self._serving.touch(live.group_id)
             return
         if live in self._held:
             self._held.remove(live)
         live.stage = Stage.OVER
-
-    def _flush(self) -> None:
-        count = 0
-        for group_id, scheduler in self._schedulers.items():
-            count += scheduler.blocks.flush()
-            self._touched[group_id] = None
-        self._emit(CacheFlushed(count))
 
     # ------------------------------------------------------------ steps
 
@@ -335,14 +297,14 @@ class SchedulingCore:
         )
         if group is None:
             return
-        scheduler = self._schedulers[group.group_id]
-        if not scheduler.expects(event.step_id, event.results):
+        scheduler = self._serving.schedulers[group.group_id]
+        if not scheduler.in_flight.expects(event.step_id, event.results):
             reason = f"result of step {event.step_id} does not match the steps on their way"
             self._chips.end_epoch(group, reason, now)
             return
         self._chips.step_finished(group)
         deltas, failed = scheduler.accept(event.results, now)
-        self._touched[group.group_id] = None
+        self._serving.touch(group.group_id)
         if deltas:
             self._generated_tokens += sum(len(delta.token_ids) for delta in deltas)
             self._emit(Tokens(tuple(deltas)))
@@ -353,116 +315,27 @@ class SchedulingCore:
             self._fail(live, error, now, trusted=False)
 
     def _step_deadline(self, group_id: str, now: float) -> None:
-        scheduler = self._schedulers.get(group_id)
+        scheduler = self._serving.schedulers.get(group_id)
         if scheduler is None or not scheduler.in_flight:
             return
-        when = scheduler.in_flight[0].started_at + self._config.step_deadline_s
+        when = scheduler.in_flight.started_at + self._config.step_deadline_s
         if when > now:
             self._timers.set(("step", group_id), when)
         else:
             self._chips.step_overdue(group_id, now)
 
-    def _plan_touched(self, now: float) -> None:
-        """Plans for every group something happened to; planning may touch others by moves."""
-        while self._touched:
-            group_id = next(iter(self._touched))
-            del self._touched[group_id]
-            scheduler = self._schedulers.get(group_id)
-            if scheduler:
-                self._plan(scheduler, now)
-
-    def _plan(self, scheduler: GroupScheduler, now: float) -> None:
-        group_id = scheduler.group_id
-        scheduler.publish()
-        if len(self._schedulers) > 1 and scheduler.has_room:
-            self._move_here(scheduler, now)
-        worker_ids = self._chips.groups[group_id].worker_ids
-        while (plan := scheduler.plan(now)) is not None:
-            self._emit(SendStep(worker_ids, plan))
-            if not self._timers.has(("step", group_id)):
-                self._timers.set(("step", group_id), now + self._config.step_deadline_s)
-        scheduler.publish()
-        when = scheduler.plan_at()
-        if when is not None and when > now:
-            self._timers.set(("plan", group_id), when)
-
-    def _move_here(self, scheduler: GroupScheduler, now: float) -> None:
-        """Takes waiting requests over from the busiest group if they would start sooner here."""
-        here = self._load.groups[scheduler.group_id]
-        others = [s for s in self._schedulers.values() if s.waiting and s is not scheduler]
-        if not others:
-            return
-        busiest = max(others, key=lambda s: self._load.groups[s.group_id].queued_tokens)
-        there = self._load.groups[busiest.group_id]
-        for live in busiest.waiting.ordered(now, lambda _: 0)[:MOVES_PER_STEP_MAX]:
-            if here.running_count + len(scheduler.waiting) >= here.slots_count:
-                return
-            if not can_hold(live, here):
-                continue
-            resident = self._index.match(live.root_key, live.token_ids)
-            busiest.withdraw(live)
-            stays = weigh_group(live, there, resident.get(there.group_id))
-            moves = weigh_group(live, here, resident.get(here.group_id))
-            if moves.first_token_s + MOVE_GAIN_S < stays.first_token_s:
-                choice, target = moves, scheduler
-            else:
-                choice, target = stays, busiest
-            self._load.dispatch(live.request_id, choice.group_id, choice.tokens, choice.blocks)
-            target.enqueue(live)
-
     # ------------------------------------------------------------ groups come and go
 
     def group_serves(self, group: ChipGroup, ranks: list[Worker], now: float) -> None:
-        """A group is ready: it gets an empty ledger and its share of the work."""
-        reports = [rank.ready for rank in ranks if rank.ready]
-        blocks_total = min(report.blocks for report in reports)
-        decode_step_s = max(report.decode_step_s for report in reports)
-        rate = min(report.prefill_tokens_per_s for report in reports)
-        tree = GroupTree(
-            group.group_id,
-            BlockLedger(blocks_total),
-            group.block_tokens // self._config.block_tokens,
-        )
-        load = GroupLoad(
-            group_id=group.group_id,
-            block_tokens=group.block_tokens,
-            total_blocks=blocks_total,
-            slots_count=self._config.running_max,
-            prefill_tokens_per_s=rate,
-            step_s=decode_step_s,
-            available_blocks=blocks_total,
-        )
-        self._load.add_group(load)
-        self._schedulers[group.group_id] = GroupScheduler(
-            self._config,
-            group.group_id,
-            group.epoch,
-            self._index,
-            tree,
-            self._load,
-            StepTimeModel(decode_step_s, rate),
-        )
-        contexts = [rank.info.context_tokens for rank in ranks]
-        if self._config.context_tokens is not None:
-            contexts.append(self._config.context_tokens)
-        self._contexts_tokens[group.group_id] = min(contexts)
-        self._serving_changed()
-        self._touched[group.group_id] = None
+        """A group is ready: it gets its share of the work."""
+        self._serving.open(group, ranks)
         self._release_held(now)
 
     def group_ended(self, group: ChipGroup, now: float) -> None:
         """A group's epoch is over: its requests go to the front of the queue, elsewhere or here."""
-        scheduler = self._schedulers.pop(group.group_id)
-        del self._contexts_tokens[group.group_id]
-        self._index.drop(scheduler.tree)
-        self._timers.clear(("plan", group.group_id))
-        self._timers.clear(("step", group.group_id))
-        self._serving_changed()
         orphans = [live for live in self._requests.values() if live.group_id == group.group_id]
         orphans.sort(key=lambda live: live.arrival)
-        for live in orphans:
-            self._load.release(live.request_id)
-        self._load.drop_group(group.group_id)
+        self._serving.close(group.group_id, orphans)
         for live in orphans:
             self._survive(live, now)
 
@@ -489,26 +362,3 @@ class SchedulingCore:
             self._hold(live, now)
         else:
             self._dispatch(live, now)
-
-    def _serving_changed(self) -> None:
-        self._emit(ServingChanged(tuple(sorted(self._schedulers))))
-
-    # ------------------------------------------------------------ snapshots
-
-    def _group_snapshot(self, group: ChipGroup) -> GroupSnapshot:
-        scheduler = self._schedulers.get(group.group_id)
-        if scheduler is None:
-            assert group.state is not GroupState.SERVING, group
-        return GroupSnapshot(
-            group_id=group.group_id,
-            epoch=group.epoch,
-            worker_ids=group.worker_ids,
-            state=group.state.value,
-            running=len(scheduler.running) + len(scheduler.retracting) if scheduler else 0,
-            waiting=len(scheduler.waiting) if scheduler else 0,
-            retracted=scheduler.retracted_count if scheduler else 0,
-            blocks=scheduler.tree.ledger.counts() if scheduler else BlockCounts(0, 0, 0, 0),
-            block_tokens=group.block_tokens,
-            steps=scheduler.steps_count if scheduler else 0,
-            steps_in_flight=len(scheduler.in_flight) if scheduler else 0,
-        )

@@ -8,8 +8,6 @@ Lives as long as one epoch of the group.
 """
 
 from bisect import insort
-from collections import deque
-from dataclasses import dataclass
 
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling import step_planner
@@ -21,23 +19,8 @@ from control_plane.scheduling.request_blocks import RequestBlocks
 from control_plane.scheduling.slot_table import SlotTable
 from control_plane.scheduling.step_planner import PlannedRow
 from control_plane.scheduling.step_time import StepTimeModel
+from control_plane.scheduling.steps_in_flight import StepsInFlight
 from control_plane.scheduling.waiting_queue import WaitingQueue
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A step that was sent; started_at is when the chips began it, as far as we can tell."""
-
-    step_id: int
-    rows: list[PlannedRow]
-    chunk_tokens: int
-    context_tokens: int
-    started_at: float
-
-    @property
-    def sampled_count(self) -> int:
-        """Results the step will bring."""
-        return sum(row.sampled for row in self.rows)
 
 
 class GroupScheduler:
@@ -59,7 +42,7 @@ class GroupScheduler:
         self.step_time = step_time
         self.steps_count = 0
         self.retracted_count = 0
-        self.in_flight: deque[StepInFlight] = deque()
+        self.in_flight = StepsInFlight(step_time)
         self.waiting = WaitingQueue(config.policy, config.ageing_s)
         self.running: list[LiveRequest] = []
         self.retracting: list[LiveRequest] = []
@@ -131,16 +114,9 @@ class GroupScheduler:
 
     def plan_at(self) -> float | None:
         """When the next step is to be planned; None: at once, or not before a result is back."""
-        if not self.in_flight or len(self.in_flight) >= self._config.pipeline_depth:
+        if len(self.in_flight) >= self._config.pipeline_depth:
             return None
-        if not self.step_time.is_known:
-            return None
-        expected_end = self.in_flight[0].started_at
-        for step in self.in_flight:
-            expected_end += self.step_time.predict(
-                len(step.rows), step.chunk_tokens, step.context_tokens
-            )
-        return expected_end - self._config.plan_lead_s - self.step_time.margin_s
+        return self.in_flight.plan_at(self._config.plan_lead_s)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, if one is due and there is something to do."""
@@ -182,11 +158,7 @@ class GroupScheduler:
         now: float,
     ) -> StepPlan:
         self.steps_count += 1
-        chunk_tokens = sum(row.tokens_count for row in rows if row.is_prefill)
-        context_tokens = sum(row.placement.planned_count for row in rows)
-        self.in_flight.append(
-            StepInFlight(self.steps_count, rows, chunk_tokens, context_tokens, now)
-        )
+        self.in_flight.add(self.steps_count, rows, now)
         has_digest = self.steps_count % self._config.digest_interval_steps == 0
         return StepPlan(
             group_id=self.group_id,
@@ -383,24 +355,11 @@ class GroupScheduler:
 
     # ------------------------------------------------------------ results
 
-    def expects(self, step_id: int, results: tuple[RowResult, ...]) -> bool:
-        """Whether these are the results of the oldest step on its way."""
-        if not self.in_flight or self.in_flight[0].step_id != step_id:
-            return False
-        if len(results) != self.in_flight[0].sampled_count:
-            return False
-        return all(len(result.token_ids) == 1 or not result.finite for result in results)
-
     def accept(
         self, results: tuple[RowResult, ...], now: float
     ) -> tuple[list[TokenDelta], list[LiveRequest]]:
         """Takes the results of the oldest step: its new tokens, and the requests it failed."""
-        step = self.in_flight.popleft()
-        self.step_time.observe(
-            len(step.rows), step.chunk_tokens, step.context_tokens, now - step.started_at
-        )
-        if self.in_flight:
-            self.in_flight[0].started_at = now
+        step = self.in_flight.take(now)
         deltas: list[TokenDelta] = []
         failed: list[LiveRequest] = []
         outcomes = iter(results)

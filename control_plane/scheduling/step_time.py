@@ -34,8 +34,9 @@ class StepTimeModel:
 
     def predict(self, rows: int, chunk_tokens: int, context_tokens: int) -> float:
         """Expected seconds of a step; context_tokens is the sum over its rows."""
-        features = _features(rows, chunk_tokens, context_tokens)
-        return sum(w * x for w, x in zip(self._weights, features, strict=True))
+        base, per_row, per_chunk, per_context = self._weights
+        _, row, chunk, context = _features(rows, chunk_tokens, context_tokens)
+        return base + per_row * row + per_chunk * chunk + per_context * context
 
     def observe(self, rows: int, chunk_tokens: int, context_tokens: int, seconds: float) -> None:
         """Learns from a measured step."""

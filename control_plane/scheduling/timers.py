@@ -41,7 +41,3 @@ class Timers:
             del self._when[key]
             due.append(key)
         return due
-
-    def names(self, kind: str) -> list[str]:
-        """Names set under a kind."""
-        return [name for key_kind, name in self._when if key_kind == kind]

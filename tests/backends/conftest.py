@@ -36,3 +36,9 @@ def device(backend: Backend, runtime: BackendRuntime, config: BackendConfig):
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), affinity)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other at every call crawl when the machine does other work too."""
+    torch.set_num_threads(1)

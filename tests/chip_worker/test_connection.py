@@ -265,6 +265,12 @@ def test_a_worker_without_answered_heartbeats_gives_its_epoch_up(plane, worker, 
     plane.next_stream()
 
 
+def test_a_worker_the_control_plane_gave_up_leaves(plane, worker):
+    plane.next_stream().end(grpc.StatusCode.ABORTED, "no heartbeat for 4 s")
+    worker.compute.join(5)
+    assert worker.connection.exit_code is ExitCode.SUPERSEDED
+
+
 @pytest.mark.parametrize(
     ("status", "code"),
     [

@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+from backends.communicator import SingleRankCommunicator
 from backends.cpu.plugin import CpuBackend
+from backends.cpu.runtime import CpuRuntime
 from backends.errors import DeviceLost, OutOfMemory, PeerLost
 from chip_worker.batch import (
     Fault,
@@ -20,6 +22,7 @@ from chip_worker.batch import (
     StepRow,
 )
 from chip_worker.faults import fault_kind
+from chip_worker.models.llama import LlamaModel
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.compute_group import (
     ComputeGroup,
@@ -28,7 +31,7 @@ from tests.fakes.compute_group import (
     open_rank,
     token_ids,
 )
-from tests.fakes.rank_threads import Meeting
+from tests.fakes.rank_threads import Meeting, run_ranks
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -189,11 +192,11 @@ def test_a_step_outside_any_epoch_is_refused(path):
 
 def test_after_a_fault_a_new_epoch_serves_with_the_weights_kept(path):
     rank, backend = started(path)
-    weights = rank.session._loaded
+    weights = rank.session._loader.loaded
     rank.session.handle(first_step(digest=1))
     rank.session.handle(form_command(epoch=2))
     assert isinstance(rank.last, Ready)
-    assert rank.session._loaded is weights
+    assert rank.session._loader.loaded is weights
     rank.session.handle(first_step(epoch=2))
     assert isinstance(rank.last, StepResult)
     assert ("end", 0) in backend._calls, "the slots of a dropped epoch end too"
@@ -277,6 +280,69 @@ def test_a_missing_peer_is_a_peer_fault_and_abort_shortens_the_wait(path):
     assert not thread.is_alive()
     assert time.monotonic() - started_s < 5
     assert fault_of(lead).kind is FaultKind.PEER
+
+
+def test_a_rank_that_waits_for_others_to_join_can_be_called_back(path, monkeypatch):
+    rank = open_rank(path)
+    joined, closed = threading.Event(), threading.Event()
+
+    class LateCommunicator(SingleRankCommunicator):
+        def close(self):
+            closed.set()
+
+    def wait_for_others(*_arguments):
+        joined.wait(timeout=20)
+        return LateCommunicator()
+
+    monkeypatch.setattr(rank.runtime, "create_communicator", wait_for_others)
+    thread = threading.Thread(target=rank.session.handle, args=(form_command(world_size=2),))
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive(), "rank 0 waits for rank 1"
+    rank.session.abort()
+    thread.join(timeout=10)
+    assert fault_of(rank).kind is FaultKind.PEER
+    joined.set()
+    assert closed.wait(timeout=10), "a communicator that comes too late is closed"
+
+
+def test_an_epoch_that_ends_while_weights_load_is_not_waited_for(path, monkeypatch):
+    rank = open_rank(path)
+    load = LlamaModel.load
+
+    def load_while_the_epoch_ends(reader):
+        rank.session.abort()
+        return load(reader)
+
+    monkeypatch.setattr(LlamaModel, "load", staticmethod(load_while_the_epoch_ends))
+    started_s = time.monotonic()
+    rank.session.handle(form_command(world_size=2))
+    assert time.monotonic() - started_s < 10
+    assert fault_of(rank).kind is FaultKind.PEER
+    monkeypatch.undo()
+    rank.session.handle(form_command(epoch=2))
+    assert isinstance(rank.last, Ready)
+
+
+def test_ranks_meet_through_the_communicator_of_the_backend(path):
+    ranks = [open_rank(path, runtime_class=CpuRuntime) for _ in range(2)]
+    commands = [form_command(rank, 2) for rank in range(2)]
+    follower = ranks[1].session
+
+    def lead():
+        ranks[0].session.handle(commands[0])
+
+    def follow():
+        follower.handle(commands[1])
+        while not ranks[0].reports:
+            time.sleep(0.01)
+        follower.handle(ranks[0].reports[0])
+
+    run_ranks([lead, follow])
+    found = ComputeGroup(ranks).generate(PROMPT, 4)
+    assert token_ids(found) == token_ids(ComputeGroup.open(path).form().generate(PROMPT, 4))
+    for rank in ranks:
+        rank.session.close()
 
 
 def test_abort_without_an_epoch_is_harmless(path):

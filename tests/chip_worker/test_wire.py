@@ -125,6 +125,13 @@ def test_form_group_and_its_context(configured, expected):
     )
 
 
+def test_a_group_may_have_its_own_block_size():
+    effect = messages.FormGroup("chip0", 11, "g0", EPOCH, 0, 1, 60.0, block_tokens=128)
+    form = received(control_wire.encode_form_group(effect, SETTINGS, WORKER, TERM))
+    assert isinstance(form, batch.FormGroup)
+    assert form.block_tokens == 128
+
+
 def test_small_commands():
     assert received(control_wire.encode_rendezvous(EPOCH, b"\x00\xff", TERM)) == batch.Rendezvous(
         TERM, EPOCH, b"\x00\xff"

@@ -47,7 +47,7 @@ class Rank:
     """One session and what it reported, oldest first."""
 
     session: Session
-    runtime: ThreadRuntime
+    runtime: CpuRuntime
     backend: CpuBackend
     reports: list[Report] = field(default_factory=list)
 
@@ -60,13 +60,14 @@ def open_rank(
     model_path: str,
     dtype: str = "float32",
     backend: CpuBackend | None = None,
+    runtime_class: type[CpuRuntime] = ThreadRuntime,
     **settings: object,
 ) -> Rank:
     """A session without a group."""
     backend_config = BackendConfig(chip_indices=(0,), dtype=dtype)
     backend = backend or CpuBackend()
     backend.on_init(backend_config)
-    runtime = ThreadRuntime(backend, backend_config)
+    runtime = runtime_class(backend, backend_config)
     reports: list[Report] = []
     config = WorkerConfig(
         worker_id="chip0", control_plane="", model_path=model_path, dtype=dtype, **settings
@@ -112,7 +113,8 @@ class ComputeGroup:
         meeting = Meeting(size)
         commands = [form_command(rank, size, **changes) for rank in range(size)]
         for rank in self.ranks:
-            rank.runtime.meeting = meeting
+            if isinstance(rank.runtime, ThreadRuntime):
+                rank.runtime.meeting = meeting
 
         def lead() -> None:
             self.ranks[0].session.handle(commands[0])

@@ -133,7 +133,7 @@ async def test_refusals(admission, fields, field, said):
 
 
 async def test_unknown_model(admission):
-    with pytest.raises(ModelNotFound, match="'gpt-9' .* 'mine', 'default'") as caught:
+    with pytest.raises(ModelNotFound, match=r"'gpt-9' .* 'mine', 'default'") as caught:
         await admission.admit(wanting(model="gpt-9"))
     assert caught.value.field == "model"
 

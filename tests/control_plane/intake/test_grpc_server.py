@@ -234,6 +234,16 @@ async def test_cancelling_a_call_or_by_name_reaches_the_core(start, core):
     assert len(core.of(Cancel)) == 2
 
 
+async def test_a_message_that_cannot_be_read_ends_only_its_own_call(start, core):
+    async with start() as s:
+        method = s.channel.unary_stream("/polychip.v1.InferenceService/Generate")
+        for raw in (b"\xff\xff\xff", b"\x1a\x02\xff\xfe"):
+            call = method(raw)
+            assert await call.code() != grpc.StatusCode.OK
+        assert core.of(Submit) == []
+        assert (await answer(s, prompt="hi"))[-1].finish_reason == 1
+
+
 async def test_an_id_in_use_is_refused(start, core):
     core.script = lambda _: []
     async with start() as s:

