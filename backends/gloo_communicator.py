@@ -27,7 +27,7 @@ _TAGS = 1 << 30
 class GlooCommunicator(Communicator):
     """One process group of its own, never torch's global one.
 
-    An operation must finish within `deadline_s` of being submitted.
+    An operation must finish within `step_deadline_s` of being submitted.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class GlooCommunicator(Communicator):
         world_size: int,
         key: str,
         rendezvous: GlooRendezvous,
-        deadline_s: float,
+        *,
+        join_deadline_s: float,
+        step_deadline_s: float,
     ) -> None:
         super().__init__(rank, world_size)
-        self._deadline_s = deadline_s
+        self._deadline_s = step_deadline_s
         self._device = device
         # Kept because on rank 0 the other ranks still read from it.
         self._rendezvous: GlooRendezvous | None = rendezvous
@@ -49,7 +51,7 @@ class GlooCommunicator(Communicator):
         self._sent_counts = [0] * world_size
         self._received_counts = [0] * world_size
         with translate_gloo_errors(f"rank {rank} of {world_size} joins {key!r}"):
-            self._group: Any = _open_group(rank, world_size, key, rendezvous, deadline_s)
+            self._group: Any = _open_group(rank, world_size, key, rendezvous, join_deadline_s)
 
     @override
     def all_reduce(self, tensor: torch.Tensor) -> Work:

@@ -50,12 +50,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """A rank's place in a group for one epoch; `key` is unique to the epoch."""
+    """A rank's place in a group for one epoch; `key` is unique to the epoch.
+
+    join_deadline_s bounds the wait for all ranks, step_deadline_s every collective after it.
+    """
 
     rank: int
     world_size: int
     key: str
-    deadline_s: float
+    join_deadline_s: float
+    step_deadline_s: float
 
 
 class BackendRuntime(ABC):
@@ -102,7 +106,7 @@ class BackendRuntime(ABC):
         `communicator-host` names this machine's address for ranks on other machines.
         """
         host = self.config.options.get("communicator-host", LOOPBACK)
-        self._rendezvous = GlooRendezvous.open(place.deadline_s, host)
+        self._rendezvous = GlooRendezvous.open(place.join_deadline_s, host)
         return self._rendezvous.address
 
     def create_communicator(
@@ -117,9 +121,15 @@ class BackendRuntime(ABC):
             return SingleRankCommunicator()
         hosted, self._rendezvous = self._rendezvous, None
         if hosted is None or hosted.address != rendezvous:
-            hosted = GlooRendezvous.join(rendezvous, place.deadline_s)
+            hosted = GlooRendezvous.join(rendezvous, place.join_deadline_s)
         return GlooCommunicator(
-            device, place.rank, place.world_size, place.key, hosted, place.deadline_s
+            device,
+            place.rank,
+            place.world_size,
+            place.key,
+            hosted,
+            join_deadline_s=place.join_deadline_s,
+            step_deadline_s=place.step_deadline_s,
         )
 
     def dtype(self) -> torch.dtype:

@@ -146,7 +146,7 @@ class Formation:
         )
         started_ns = perf_counter_ns()
         logits = self._runner.forward(batch)
-        self._sampler.draw(None if logits is None else logits.float(), [_scratch_slot()])
+        self._sampler.draw(logits, [_scratch_slot()])
         self._device.synchronize()
         return perf_counter_ns() - started_ns
 

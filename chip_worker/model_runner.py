@@ -55,7 +55,7 @@ class ModelRunner:
         self._device = device
 
     def forward(self, batch: StepBatch) -> torch.Tensor | None:
-        """Computes the batch and returns the logits [R, V] of its sampled rows.
+        """Computes the batch and returns the float32 logits [R, V] of its sampled rows.
 
         None on ranks other than 0, and where no row is sampled. Every rank of the group must call
         it with the same batch. Raises whatever chip and communicator raise.

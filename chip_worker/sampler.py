@@ -47,16 +47,15 @@ class Sampler:
     def sample(self, logits: torch.Tensor | None, slots: Sequence[Slot]) -> tuple[RowResult, ...]:
         """Draws one token per slot, records it in the tables, returns results on rank 0.
 
-        logits: [R, V] on rank 0, None elsewhere; slots: of the R sampled rows, in order. Every rank
-        of the group must call it.
+        logits: [R, V] float32 on rank 0, None elsewhere; slots: of the R sampled rows, in order.
+        Every rank of the group must call it.
         """
         if not slots:
             return ()
-        wide = None if logits is None else logits.float()
-        draw = self.draw(wide, slots)
+        draw = self.draw(logits, slots)
         for slot, token_id in zip(slots, draw.ids, strict=True):
             self._tables.record(slot, token_id)
-        if wide is None:
+        if logits is None:
             return ()
         # One slot that wants log-probabilities makes the column; the others ride along.
         with_logprobs = any(slot.wants_logprobs for slot in slots)
@@ -65,13 +64,13 @@ class Sampler:
                 token_ids=(draw.ids[row],),
                 logprobs=(draw.logprobs[row],) if with_logprobs else (),
                 finite=draw.finite[row],
-                logits=self._logits_bytes(wide[row]) if slot.wants_logits else None,
+                logits=self._logits_bytes(logits[row]) if slot.wants_logits else None,
             )
             for row, slot in enumerate(slots)
         )
 
     def draw(self, logits: torch.Tensor | None, slots: Sequence[Slot]) -> Draw:
-        """Draws without recording; arguments as for `sample`, logits in float32."""
+        """Draws without recording; arguments as for `sample`."""
         if logits is None:
             ids = self._device.allocate((len(slots),), torch.int64)
             self._communicator.broadcast(ids, root=0).wait_stream()

@@ -320,7 +320,8 @@ def _place(form: FormGroup) -> GroupPlace:
         rank=form.rank,
         world_size=form.world_size,
         key=f"{form.group_id}.{form.term}.{form.epoch}",
-        deadline_s=form.deadline_s,
+        join_deadline_s=form.deadline_s,
+        step_deadline_s=form.step_deadline_s,
     )
 
 

@@ -54,6 +54,11 @@ def linear(
     return result.to(x.dtype)
 
 
+def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight^T, kept in float32."""
+    return hidden.float() @ weight.float().T
+
+
 def rotary(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """Rotates (x[i], x[i + d/2]) by the angle of the token's position and of i."""
     cosine, sine = cos_sin[positions].float().chunk(2, dim=-1)
@@ -168,6 +173,7 @@ REFERENCE_IMPLEMENTATIONS: list[Implementation] = [
         ("rms_norm", rms_norm, Support()),
         ("add_rms_norm", add_rms_norm, Support()),
         ("linear", linear, Support()),
+        ("logits", logits, Support()),
         ("rotary", rotary, Support()),
         ("silu_mul", silu_mul, Support()),
         ("write_kv", write_kv, _PAGED),

@@ -142,14 +142,14 @@ class VocabularyHead:
     def __init__(
         self, kernels: KernelTable, communicator: Communicator, device: Device, shard: ShardPlan
     ) -> None:
-        self._linear = kernels.function("linear")
+        self._logits = kernels.function("logits")
         self._communicator = communicator
         self._device = device
         self._shard = shard
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """hidden [R, H] -> logits [R, V] on rank 0, None elsewhere; every rank must call."""
-        own: torch.Tensor = self._linear(hidden, weight, None, None)
+        """hidden [R, H] -> logits [R, V] float32 on rank 0, else None; every rank must call."""
+        own: torch.Tensor = self._logits(hidden, weight)
         if self._shard.world_size == 1:
             return own
         # Collectives want equal shapes: the shards are padded to the largest and trimmed again.

@@ -24,7 +24,7 @@ from chip_worker.models.model import Model, ModelPlace
 from chip_worker.tensor_parallel import ShardPlan
 from chip_worker.weights import RowPart, ShardReader
 
-_OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "linear", "rotary", "silu_mul")
+_OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "linear", "logits", "rotary", "silu_mul")
 _CACHE_OPERATIONS = ("write_kv", "attention")
 
 

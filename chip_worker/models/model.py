@@ -65,4 +65,4 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """hidden [R, H] -> [R, V] in the model's dtype on rank 0, None on the other ranks."""
+        """hidden [R, H] -> [R, V] float32 on rank 0, None on the other ranks."""

@@ -56,7 +56,7 @@ def _worker_table(workers: Sequence[Row]) -> Table:
 
 def _group_table(groups: Sequence[Row]) -> Table:
     table = Table("Group", "State", "Epoch", "Workers", title="Groups")
-    for name in ("Running", "Waiting", "Retracted", "Blocks free", "cached", "in use", "total"):
+    for name in ("Running", "Waiting", "Retracted", "Blocks"):
         table.add_column(name, justify="right")
     for group in groups:
         ranks, blocks = group["ranks"], group["blocks"]
@@ -64,6 +64,7 @@ def _group_table(groups: Sequence[Row]) -> Table:
         assert isinstance(blocks, dict)
         facts = (group["id"], group["state"], group["epoch"], " ".join(ranks))
         counts = (group["running"], group["waiting"], group["retracted"])
-        block_counts = (blocks[name] for name in ("free", "cached", "referenced", "total"))
-        table.add_row(*(str(value) for value in (*facts, *counts, *block_counts)))
+        shares = (("free", "free"), ("cached", "cached"), ("referenced", "in use"))
+        block_counts = "\n".join(f"{blocks[name]} {shown}" for name, shown in shares)
+        table.add_row(*(str(value) for value in (*facts, *counts)), block_counts)
     return table

@@ -24,7 +24,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 def main():
     backend_name, scenario, rank, world_size, folder = sys.argv[1:]
-    place = GroupPlace(int(rank), int(world_size), "group0/epoch1", deadline_s=30.0)
+    place = GroupPlace(
+        int(rank), int(world_size), "group0/epoch1", join_deadline_s=30.0, step_deadline_s=30.0
+    )
     config = BackendConfig(chip_indices=(place.rank,), chips_on_host=place.world_size)
     backend = find_backend(backend_name)
     backend.on_init(config)

@@ -70,7 +70,7 @@ def test_a_killed_rank_is_noticed_by_all_others_at_once(start):
 
 
 def test_a_rank_that_never_comes_costs_the_deadline(runtime, device):
-    place = GroupPlace(rank=0, world_size=2, key="alone", deadline_s=0.5)
+    place = GroupPlace(rank=0, world_size=2, key="alone", join_deadline_s=0.5, step_deadline_s=0.5)
     with pytest.raises(CommunicatorTimeout, match=r"rank 0 of 2 joins 'alone'"):
         runtime.create_communicator(device, place, runtime.open_rendezvous(place))
 
@@ -78,13 +78,17 @@ def test_a_rank_that_never_comes_costs_the_deadline(runtime, device):
 @pytest.fixture
 def two_ranks(backend, device, config):
     """Two ranks as threads of this process, a deadline of half a second each."""
-    place = GroupPlace(rank=0, world_size=2, key="threads", deadline_s=0.5)
+    place = GroupPlace(
+        rank=0, world_size=2, key="threads", join_deadline_s=0.5, step_deadline_s=0.5
+    )
     runtimes = [open_runtime(backend, config) for _ in range(2)]
     address = runtimes[0].open_rendezvous(place)
     joined = []
 
     def join():
-        second = GroupPlace(rank=1, world_size=2, key="threads", deadline_s=0.5)
+        second = GroupPlace(
+            rank=1, world_size=2, key="threads", join_deadline_s=0.5, step_deadline_s=0.5
+        )
         joined.append(runtimes[1].create_communicator(device, second, address))
 
     thread = threading.Thread(target=join)
@@ -143,7 +147,7 @@ def test_a_rank_that_does_not_exist_is_named(two_ranks):
 
 
 def test_a_group_of_one_needs_no_meeting_point(runtime, device):
-    place = GroupPlace(rank=0, world_size=1, key="single", deadline_s=1.0)
+    place = GroupPlace(rank=0, world_size=1, key="single", join_deadline_s=1.0, step_deadline_s=1.0)
     communicator = runtime.create_communicator(device, place, b"")
     tensor, gathered = torch.arange(3.0), torch.zeros(1, 3)
     communicator.all_reduce(tensor).wait()

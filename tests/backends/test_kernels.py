@@ -68,6 +68,14 @@ def test_rms_norms(call, generator, dtype, rows):
 
 
 @pytest.mark.parametrize("rows", ROWS)
+def test_logits_are_not_rounded(call, generator, dtype, rows):
+    hidden = torch.randn(rows, 96, generator=generator).to(dtype)
+    weight = torch.randn(5000, 96, generator=generator).to(dtype)
+    # The operands are exact in both dtypes' float32 form, so only the sum's order may differ.
+    check_close(call("logits", hidden, weight), REFERENCE["logits"](hidden, weight), torch.float32)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear(call, generator, dtype, rows, biased):
     x = torch.randn(rows, 96, generator=generator).to(dtype)

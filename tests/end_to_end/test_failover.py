@@ -7,8 +7,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.end_to_end.cluster import Clusters
 
+from tests.end_to_end.cluster import Clusters
 from tests.end_to_end.generation import Client, request_of
 from tests.golden.cases import golden_cases
 

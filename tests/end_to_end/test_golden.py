@@ -10,8 +10,8 @@ import itertools
 from dataclasses import astuple, dataclass
 
 import pytest
-from tests.end_to_end.cluster import Clusters
 
+from tests.end_to_end.cluster import Clusters
 from tests.end_to_end.generation import Client, Generation, request_of
 from tests.golden.cases import GoldenCase, golden_cases
 

@@ -7,8 +7,8 @@ minus a token, ended by length and by a stop token; the second turn is that text
 import random
 
 import pytest
-from tests.end_to_end.cluster import Clusters
 
+from tests.end_to_end.cluster import Clusters
 from tests.end_to_end.generation import Client, request_of
 
 BLOCK = 16

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from tests.end_to_end.cluster import Clusters
 
+from tests.end_to_end.cluster import Clusters
 from tests.end_to_end.generation import Client
 from tests.golden.cases import golden_cases
 

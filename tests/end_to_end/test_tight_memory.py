@@ -4,8 +4,8 @@ import random
 import time
 
 import pytest
-from tests.end_to_end.cluster import Clusters
 
+from tests.end_to_end.cluster import Clusters
 from tests.end_to_end.generation import request_of
 
 BLOCKS = 64
