@@ -38,9 +38,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum is rounded before it is normalized, as two separate operations would do."""
-    total = (x.float() + residual.float()).to(x.dtype)
-    return rms_norm(total, weight, epsilon), total
+    """The sum is kept in float32; only its norm is rounded."""
+    total = x.float() + residual.float()
+    return rms_norm(total, weight, epsilon).to(x.dtype), total
 
 
 def linear(

@@ -83,8 +83,9 @@ OPERATIONS: dict[str, OperationSpec] = {
         OperationSpec("rms_norm", "(x [T, H], weight [H], epsilon: float) -> [T, H]"),
         OperationSpec(
             "add_rms_norm",
-            "(x [T, H], residual [T, H], weight [H], epsilon: float) -> "
-            "(rms_norm(x + residual) [T, H], x + residual [T, H])",
+            "(x [T, H], residual [T, H], weight [H], epsilon: float) -> (rms_norm(x + residual) "
+            "[T, H] in x's dtype, x + residual [T, H] float32: a sum over layers loses too much "
+            "in a narrower dtype); residual may be float32 already",
         ),
         OperationSpec(
             "linear",

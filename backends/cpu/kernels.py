@@ -30,9 +30,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An addition and a norm."""
-    total = x + residual
-    return functional.rms_norm(total, (total.shape[-1],), weight, epsilon), total
+    """An addition and a norm, both in float32."""
+    total = residual.float() + x
+    normed = functional.rms_norm(total, (total.shape[-1],), weight.float(), epsilon)
+    return normed.to(x.dtype), total
 
 
 def linear(
