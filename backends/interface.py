@@ -14,7 +14,7 @@ import torch
 
 from backends.communicator import Communicator, SingleRankCommunicator, Work
 from backends.device import CapturedProgram, Device, Fence, MemoryInfo
-from backends.errors import IncompatibleBackend
+from backends.errors import BackendUnavailable, IncompatibleBackend
 from backends.gloo_communicator import GlooCommunicator
 from backends.gloo_rendezvous import LOOPBACK, GlooRendezvous
 from backends.kernel_table import KernelTable, bind_kernels
@@ -119,8 +119,11 @@ class BackendRuntime(ABC):
         """
         if place.world_size == 1:
             return SingleRankCommunicator()
-        hosted, self._rendezvous = self._rendezvous, None
-        if hosted is None or hosted.address != rendezvous:
+        hosted = self._rendezvous
+        # An attempt given up meanwhile must not take the meeting point of the next epoch.
+        if hosted is not None and hosted.address == rendezvous:
+            self._rendezvous = None
+        else:
             hosted = GlooRendezvous.join(rendezvous, place.join_deadline_s)
         return GlooCommunicator(
             device,
@@ -133,10 +136,14 @@ class BackendRuntime(ABC):
         )
 
     def dtype(self) -> torch.dtype:
-        """The dtype to compute in: the configured one, or the backend's own choice for `auto`."""
-        name = self.config.dtype
-        if name == "auto":
-            name = self.backend.capabilities.dtypes[0]
+        """The dtype to compute in: the configured one, or the backend's own choice for `auto`.
+
+        Raises BackendUnavailable if the backend does not declare the configured one.
+        """
+        known = self.backend.capabilities.dtypes
+        name = known[0] if self.config.dtype == "auto" else self.config.dtype
+        if name not in known:
+            raise BackendUnavailable(f"dtype is {name!r}; choose {', '.join(known)} or auto")
         found = getattr(torch, name)
         assert isinstance(found, torch.dtype)
         return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backends.errors import UnsupportedOperation
 from kernels.spec import BoundKV
 
 
@@ -53,9 +54,15 @@ class BatchRows:
 
 
 class MemoryPool(ABC):
-    """The KV memory of one chip. Blocks are logical ids 0 .. capacity - 1.
+    """The KV memory of one chip: `capacity` equal blocks, all allocated when the pool is made.
 
-    Required: `bind`. A pool owns its arena until `close`.
+    Blocks are logical ids 0 .. capacity - 1. Which of them are free, how many requests share one
+    and how many a request may have is decided above, in the control plane's block ledger, one for
+    all ranks of a group: giving a block away or back moves no bytes and does not reach the pool.
+    What does reach it is done here: finding the bytes (`bind`), copying, zeroing and moving them.
+
+    Required: `bind`; a pool without one of the others raises UnsupportedOperation. A block id
+    outside the capacity is a broken invariant and asserts. A pool owns its arena until `close`.
     """
 
     def __init__(self, spec: KVSpec, layout: KVLayout, capacity: int) -> None:
@@ -65,19 +72,25 @@ class MemoryPool(ABC):
 
     @abstractmethod
     def bind(self, rows: BatchRows) -> BoundKV:
-        """Maps the rows' logical blocks to physical ones for the kernels of one step."""
+        """Maps the rows' logical blocks to physical ones for the kernels of one step.
 
-    @abstractmethod
+        The result sees the pool's own bytes and is valid until the step ends or a block moves.
+        """
+
     def copy_block(self, source: int, target: int) -> None:
-        """Copies the contents of one logical block to another, all layers."""
+        """Copies one logical block to another, all layers, in order with kernels."""
+        raise UnsupportedOperation(f"this memory pool cannot copy block {source} to {target}")
 
-    @abstractmethod
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Sets the contents of logical blocks to zero, all layers."""
+        """Sets the contents of logical blocks to zero, all layers, in order with kernels."""
+        raise UnsupportedOperation(f"this memory pool cannot zero blocks {list(blocks)}")
 
-    @abstractmethod
     def move_block(self, block: int, physical: int) -> None:
-        """Puts a logical block at another physical place; bound steps must be done."""
+        """Puts a logical block at another physical place; bound steps must be done.
+
+        The contents move along; the block that was there takes the place that became free.
+        """
+        raise UnsupportedOperation(f"this memory pool cannot move block {block} to {physical}")
 
     def close(self) -> None:  # noqa: B027 - optional
         """Gives the arena back."""

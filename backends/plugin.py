@@ -90,7 +90,7 @@ class ModelLoadPlan:
 
 @dataclass(frozen=True)
 class FaultEvent:
-    """A fault the worker met: the error, and whether it happened inside a step."""
+    """A fault the worker met; step_id is 0 outside a step."""
 
     error: Exception
     step_id: int
@@ -101,8 +101,9 @@ class Backend(ABC):
 
     Hooks are called by the worker in this order: `on_init`, `on_device_acquire`, `on_model_load`
     (once per formation of a group), `on_request_end` (once per released slot), `on_fault`,
-    `on_shutdown`. Every hook has a default. A hook that raises ends the worker with the hook's name
-    in the message.
+    `on_shutdown`. Every hook has a default. All but `on_init` are called by the compute thread, and
+    never two at once. A BackendError from `on_init` or `on_device_acquire` ends the process; an
+    error from `on_model_load` or `on_request_end` ends the epoch; the other two must not raise.
     """
 
     api_version: tuple[int, int] = API_VERSION

@@ -83,12 +83,13 @@ def command(
     join_token_file: Path | None,
     backend_options: tuple[str, ...],
     model_name: str,
+    log_level: str,
     **settings: Any,  # noqa: ANN401 - one value an option above
 ) -> None:
     """Compute with one chip for a control plane, until it or SIGTERM says to leave."""
     if health:
         report_health(settings["status_file"])
-    configure_logging(settings["log_level"])
+    configure_logging(log_level)
     # gRPC's own log tells of every control plane that goes; our log says it in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if exit_with_parent:

@@ -36,7 +36,6 @@ class WorkerConfig:
     connect_backoff_first_s: float = 0.1
     connect_backoff_max_s: float = 5.0
     join_token: str | None = None
-    log_level: str = "info"
     step_credit: int = 2
     """Steps the control plane may send before a result returns."""
 

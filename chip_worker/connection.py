@@ -62,7 +62,7 @@ class Connection:
         self._config = config
         self._status = status
         self._exit_process = exit_process
-        self._abort: Callable[[], None] = lambda: None
+        self._abort: Callable[[FormGroup], None] = lambda _ended: None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scope: anyio.CancelScope | None = None
@@ -73,8 +73,8 @@ class Connection:
 
     # ------------------------------------------------------------ other threads
 
-    def start(self, identity: Identity, abort: Callable[[], None]) -> None:
-        """Starts the thread. abort: makes the compute thread leave a hung collective."""
+    def start(self, identity: Identity, abort: Callable[[FormGroup], None]) -> None:
+        """Starts the thread. abort: makes the compute thread leave what hangs in that epoch."""
         self._abort = abort
         started = threading.Event()
         self._thread = threading.Thread(
@@ -110,9 +110,10 @@ class Connection:
         except Exception:
             # The compute thread would wait for ever for a command.
             self.exit_code = ExitCode.FAILED
-            self._abort()
             self.inbox.put_shutdown("the connection failed")
             raise
+        finally:
+            started.set()
 
     async def _run(self, identity: Identity, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
@@ -189,12 +190,14 @@ class Connection:
 
     def _interrupt(self, ended: FormGroup) -> None:
         """Called when an epoch ends; watches that the compute thread comes back from it."""
-        self._abort()
+        self._abort(ended)
+        # Loading weights and joining cannot be interrupted, but have their own deadline.
+        forming = self._ready_epoch != ended.epoch
+        # The same number may come again in a later term.
+        self._ready_epoch = 0
         command = self.inbox.busy_with
         if command is None:
             return
-        # Loading weights and joining cannot be interrupted, but have their own deadline.
-        forming = self._ready_epoch != ended.epoch
         patience_s = ended.deadline_s if forming else ended.step_deadline_s
 
         def exit_if_hung() -> None:

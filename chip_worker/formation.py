@@ -25,6 +25,9 @@ from chip_worker.shard_loader import LoadedShard
 from chip_worker.slots import Slot, SlotTables
 from chip_worker.timed_communicator import TimedCommunicator
 
+WARM_UP_TOKENS_MAX = 128
+"""Enough to measure the rate of a prefill; a longer one would only make the start longer."""
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -104,14 +107,15 @@ class Formation:
             return self._sampler.sample(logits, [row.slot for row in rows if row.sampled])
 
     def warm_up(self) -> WarmUp:
-        """Times a prefill of a full chunk and a decode step, on blocks no request uses yet.
+        """Times a prefill and a decode step, on blocks no request uses yet.
 
         The same work on every rank: the ranks agree on the smallest pool first.
         """
         form = self.form
         with torch.no_grad():
             held_tokens = self._smallest_pool() * form.block_tokens
-            tokens = max(1, min(form.chunk_tokens, form.context_tokens - 1, held_tokens - 1))
+            longest = min(form.chunk_tokens, form.context_tokens - 1, held_tokens - 1)
+            tokens = max(1, min(longest, WARM_UP_TOKENS_MAX))
             prefill_ns = self._time_scratch_step(0, tokens)
             if tokens + 1 > min(held_tokens, form.context_tokens):
                 return WarmUp(tokens / (prefill_ns / 1e9), prefill_ns / 1e9)

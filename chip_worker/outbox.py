@@ -3,17 +3,12 @@
 import asyncio
 
 from chip_worker.batch import Report, StepAck, StepTimes
-from chip_worker.errors import WorkerError
 from chip_worker.wire import encode_goodbye, encode_report
 from protos import worker_pb2
 
 MESSAGES_MAX = 1024
 ACKNOWLEDGED_STEPS_MAX = 16
 ACKNOWLEDGEMENT_DELAY_S = 0.05
-
-
-class OutboxFull(WorkerError):
-    """The control plane does not read what this worker reports."""
 
 
 class Outbox:
@@ -24,9 +19,10 @@ class Outbox:
         self._times: list[StepTimes] = []
         self._acknowledged: StepAck | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._overflowed = asyncio.Event()
 
     def put(self, report: Report) -> None:
-        """Queues a report behind all before it; raises OutboxFull.
+        """Queues a report behind all before it.
 
         Acknowledgements wait a little for each other: nobody waits for them.
         """
@@ -54,6 +50,10 @@ class Outbox:
         """The next message, waited for."""
         return await self._messages.get()
 
+    async def wait_overflowed(self) -> None:
+        """Returns once a message found no room: the stream has a hole and must end."""
+        await self._overflowed.wait()
+
     def _flush(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -67,4 +67,4 @@ class Outbox:
         try:
             self._messages.put_nowait(message)
         except asyncio.QueueFull:
-            raise OutboxFull(f"{MESSAGES_MAX} messages wait to be sent") from None
+            self._overflowed.set()

@@ -11,7 +11,7 @@ import structlog
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import WorkerError
 from chip_worker.inbox import Inbox, InboxFull
-from chip_worker.outbox import Outbox
+from chip_worker.outbox import MESSAGES_MAX, Outbox
 from chip_worker.wire import Identity, MalformedMessage, decode_command, encode_hello
 from protos import worker_pb2, worker_pb2_grpc
 
@@ -110,6 +110,7 @@ class PlaneStream:
             tasks.start_soon(run, self._read)
             tasks.start_soon(run, self._write)
             tasks.start_soon(run, lambda: self._beat(alive))
+            tasks.start_soon(run, self._watch_outbox)
         if not self._leaving:
             raise ends[0]
 
@@ -149,6 +150,10 @@ class PlaneStream:
                 with anyio.move_on_after(GOODBYE_TIMEOUT_S):
                     await self._call.code()
                 return StreamEnded("goodbye")
+
+    async def _watch_outbox(self) -> WorkerError:
+        await self.outbox.wait_overflowed()
+        return StreamEnded(f"the control plane does not read: {MESSAGES_MAX} messages wait")
 
     async def _beat(self, alive: Callable[[], None]) -> WorkerError:
         """Heartbeats until the lease lapses, counted from the sending of the last answered one."""

@@ -9,6 +9,7 @@ Whatever goes wrong becomes one Fault, here and nowhere else; the session then d
 keeps the weights, and takes no step until the next FormGroup.
 """
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -82,7 +83,8 @@ class Session:
         self._device = runtime.get_device(0, acquired.granted)
         self._form: FormGroup | None = None
         """The epoch this rank is in, or on its way to."""
-        self._aborted: FormGroup | None = None
+        self._ended: dict[str, _Position] = {}
+        """Of each group, the last epoch that `abort` named; written by another thread."""
         self._joining: Joining | None = None
         self._formation: Formation | None = None
         self._formed: dict[str, _Position] = {}
@@ -109,13 +111,14 @@ class Session:
         except Exception as error:  # noqa: BLE001 - the one place where errors become Faults
             self._fail(error, position)
 
-    def abort(self) -> None:
+    def abort(self, ended: FormGroup) -> None:
         """Ends a wait for other ranks that the compute thread hangs in; from any thread.
 
-        Call it before handing over the ResetEpoch or Shutdown that ends the epoch.
+        Call it before handing over the ResetEpoch that ends the epoch. `ended` may be a command
+        this session is only about to handle: then it will not wait for ranks that do not come.
         """
         # First the mark, then the waits: whoever begins to wait looks at the mark afterwards.
-        self._aborted = self._form
+        self._ended[ended.group_id] = _Position(ended.term, ended.epoch)
         joining, formation = self._joining, self._formation
         if joining is not None:
             joining.give_up()
@@ -194,7 +197,7 @@ class Session:
             communicator.close()
             raise
         self._formation = formation
-        self._check_not_aborted(form)
+        self._check_not_ended(form)
         warm = formation.warm_up()
         self._step_last = 0
         self._finished_ns = None
@@ -218,14 +221,15 @@ class Session:
             return create()
         joining = self._joining = Joining(create)
         try:
-            self._check_not_aborted(form)
+            self._check_not_ended(form)
             return joining.wait()
         finally:
             self._joining = None
             joining.give_up()
 
-    def _check_not_aborted(self, form: FormGroup) -> None:
-        if self._aborted is form:
+    def _check_not_ended(self, form: FormGroup) -> None:
+        ended = self._ended.get(form.group_id)
+        if ended is not None and (form.term, form.epoch) <= (ended.term, ended.epoch):
             raise CommunicatorError("the epoch ended while the group was forming")
 
     # ------------------------------------------------------------ steps
@@ -313,6 +317,19 @@ class Session:
                 exiting=is_fatal(error),
             )
         )
+        _release_frames(error)
+
+
+def _release_frames(error: BaseException) -> None:
+    """Lets go of what the frames of a traceback worked on: keys, values, sockets.
+
+    An error that is kept by one of them, as a failed collective keeps it, would hold them until the
+    garbage collector comes by, and the next epoch wants the memory now.
+    """
+    linked: BaseException | None = error
+    while linked is not None:
+        traceback.clear_frames(linked.__traceback__)
+        linked = linked.__cause__ or linked.__context__
 
 
 def _place(form: FormGroup) -> GroupPlace:

@@ -23,7 +23,6 @@ class ShardPlan:
     """The part of the model one rank holds, as half-open ranges of the whole.
 
     q_to_kv[i]: position in `kv_heads` of the head that local query head i attends to.
-    vocabulary_rows_max: rows of the largest vocabulary shard of the group.
     """
 
     rank: int

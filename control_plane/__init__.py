@@ -1,1 +1,1 @@
-"""The control plane: one process that takes requests, schedules them and streams steps to chip workers."""
+"""The control plane: takes requests, schedules them and streams steps to the chip workers."""

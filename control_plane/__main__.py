@@ -1,6 +1,8 @@
 """`python -m control_plane`: reads flags and files, then runs the service."""
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ import structlog
 from control_plane.config import ControlPlaneConfig, SchedulingConfig
 from control_plane.errors import ConfigurationError
 from control_plane.intake.front import load_intake_model
+from control_plane.intake.tokenizer_pool import physical_cores_count
 from control_plane.logs import configure_logging
 from control_plane.scheduling.core import SchedulingCore
 from control_plane.service import Service
@@ -23,6 +26,8 @@ SERVICE_SETTINGS = "service.settings"
 
 THREAD_SWITCH_S = 0.0005
 """A tokenizer thread that computes gives the event loop its turn after this long."""
+
+PR_SET_PDEATHSIG = 1
 
 EXIT_FAILED = 1
 
@@ -180,6 +185,7 @@ def parse_groups(groups: str | None, chips: int | None) -> tuple[int, ...]:
     show_default=True,
     help="Least severity that is logged.",
 )
+@click.option("--exit-with-parent", is_flag=True, help="Die when the launcher dies.")
 @settings_options(ControlPlaneConfig, SERVICE_FIELDS)
 @settings_options(SchedulingConfig, SCHEDULING_SETTINGS)
 def command(
@@ -189,6 +195,7 @@ def command(
     join_token_file: Path | None,
     tokenizer_threads: int | None,
     log_level: str,
+    exit_with_parent: bool,
     **settings: Any,  # noqa: ANN401 - one value an option above
 ) -> None:
     """Serve a model: take requests over HTTP and gRPC, plan steps, send them to chip workers.
@@ -196,6 +203,8 @@ def command(
     The chips of a group compute one model together; groups serve side by side. Workers join with
     `python -m chip_worker --control-plane HOST:WORKER_PORT`. SIGTERM drains, a second one stops.
     """
+    if exit_with_parent:
+        die_with_parent()
     scheduling_names = {setting.field for setting in SCHEDULING_SETTINGS}
     scheduling_names |= {"policy", "context_tokens"}
     scheduling = {name: settings.pop(name) for name in scheduling_names}
@@ -203,7 +212,7 @@ def command(
     try:
         config = ControlPlaneConfig(
             **settings,
-            tokenizer_threads=tokenizer_threads or max(1, (os.cpu_count() or 1) // 4),
+            tokenizer_threads=tokenizer_threads or max(1, physical_cores_count() // 2),
             join_token=join_token_file.read_text().strip() if join_token_file else None,
             scheduling=SchedulingConfig(
                 **scheduling,
@@ -215,6 +224,15 @@ def command(
     except ConfigurationError as error:
         raise click.ClickException(str(error)) from error
     if not ended_as_asked:
+        sys.exit(EXIT_FAILED)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent ends (Linux only)."""
+    parent = os.getppid()
+    if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise click.ClickException("--exit-with-parent: this system has no prctl")
+    if os.getppid() != parent:
         sys.exit(EXIT_FAILED)
 
 

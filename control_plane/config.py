@@ -1,10 +1,26 @@
 """Configuration of the control plane: every limit, with its default and unit, checked together."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from control_plane.errors import ConfigurationError
 
 MIB = 1 << 20
+PORT_MAX = 65535
+
+SCHEDULING_SECONDS = (
+    "ageing_s",
+    "plan_lead_s",
+    "heartbeat_interval_s",
+    "lease_s",
+    "heartbeat_timeout_s",
+    "formation_deadline_s",
+    "formation_heartbeat_timeout_s",
+    "step_deadline_s",
+    "recovery_timeout_s",
+    "own_faults_window_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +78,22 @@ class SchedulingConfig:
             "queue_tokens_max",
             "admission_tokens_max",
             "pipeline_depth",
+            "digest_interval_steps",
+            "group_deaths_max",
+            "own_faults_max",
         ):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        _require_seconds(self, SCHEDULING_SECONDS)
+        if not 0 <= self.oldest_prefill_share <= 1:
+            raise ConfigurationError(
+                f"oldest_prefill_share is {self.oldest_prefill_share}; it must be from 0 to 1"
+            )
+        if self.context_tokens is not None and self.context_tokens < 2:
+            raise ConfigurationError(
+                f"context_tokens is {self.context_tokens}; one of prompt and one of output are "
+                f"the least: give 2 or more, or leave it out for what the model allows"
+            )
         if not self.group_sizes or min(self.group_sizes) < 1:
             raise ConfigurationError(f"groups {self.group_sizes}: every size must be at least 1")
         if self.policy not in ("lpm", "fcfs"):
@@ -73,6 +102,11 @@ class SchedulingConfig:
             raise ConfigurationError(
                 f"heartbeat interval {self.heartbeat_interval_s} s, lease {self.lease_s} s and "
                 f"heartbeat timeout {self.heartbeat_timeout_s} s must grow in this order"
+            )
+        if self.formation_heartbeat_timeout_s < self.heartbeat_timeout_s:
+            raise ConfigurationError(
+                f"formation heartbeat timeout {self.formation_heartbeat_timeout_s} s is below the "
+                f"heartbeat timeout of {self.heartbeat_timeout_s} s: give at least as much"
             )
 
 
@@ -102,3 +136,29 @@ class ControlPlaneConfig:
     announce_path: str | None = None
     """A file that receives the ports as JSON once the servers listen (for the launcher)."""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError naming the setting that cannot be."""
+        for name in ("http_port", "grpc_port", "worker_port"):
+            if not 0 <= getattr(self, name) <= PORT_MAX:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}; give 1 to {PORT_MAX}, or 0 for a free one"
+                )
+        for name in (
+            "tokenizer_threads",
+            "client_message_bytes_max",
+            "worker_message_bytes_max",
+            "http_body_bytes_max",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        _require_seconds(self, ("drain_deadline_s", "stream_buffer_stall_s"))
+
+
+def _require_seconds(config: object, names: Sequence[str]) -> None:
+    for name in names:
+        seconds = getattr(config, name)
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ConfigurationError(
+                f"{name} is {seconds}; it must be a number of seconds, not below 0"
+            )

@@ -4,6 +4,7 @@ intake, dispatch --post--> CoreLoop --handle--> core --effects--> intake, dispat
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -21,6 +22,7 @@ from control_plane.scheduling.messages import (
     Failed,
     FormGroup,
     Log,
+    LogLevel,
     ResetWorker,
     SendRendezvous,
     SendStep,
@@ -32,6 +34,12 @@ from control_plane.scheduling.messages import (
 )
 
 CORE_FAILED = "core.failed"
+
+LOG_LEVELS = {
+    LogLevel.DEBUG: logging.DEBUG,
+    LogLevel.INFO: logging.INFO,
+    LogLevel.WARNING: logging.WARNING,
+}
 
 IntakeEffect = Accepted | Tokens | Failed | CacheFlushed | ServingChanged
 
@@ -80,13 +88,16 @@ class CoreLoop:
 
     def post(self, event: Event) -> None:
         """Handles an event and all it leads to, or queues it if called while that happens."""
+        if self._failed:
+            return
         self._events.append(event)
-        if self._pumping or self._failed:
+        if self._pumping:
             return
         self._pumping = True
         try:
             while self._events:
-                for effect in self._core.handle(self._events.popleft(), self._clock()):
+                event = self._events.popleft()
+                for effect in self._core.handle(event, self._clock()):
                     self._route(effect)
         except Exception:
             self._failed = True
@@ -118,7 +129,7 @@ class CoreLoop:
             case WakeAt():
                 self._wake(effect.when)
             case Log():
-                _log.info(effect.event, **effect.fields)
+                _log.log(LOG_LEVELS[effect.level], effect.event, **effect.fields)
 
     def _wake(self, when: float) -> None:
         """Sets the one timer; a later time than the one outstanding changes nothing."""

@@ -21,9 +21,11 @@ def configure_logging(level: str, json_lines: bool | None = None) -> None:
     ]
     if json_lines:
         shared.append(structlog.processors.format_exc_info)
-    renderer = (
-        structlog.processors.JSONRenderer() if json_lines else structlog.dev.ConsoleRenderer()
-    )
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if not json_lines:
+        # The default shows the variables of every frame, and those hold prompts and tokens.
+        plain = structlog.dev.plain_traceback
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=plain)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),

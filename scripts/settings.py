@@ -74,6 +74,7 @@ def control_plane_command(settings: ServeSettings, announce_path: str) -> list[s
     command += ["--max-queue", str(settings.queue_max)]
     command += ["--tokenizer-threads", str(settings.tokenizer_threads)]
     command += ["--log-level", settings.log_level, "--announce", announce_path]
+    command += ["--exit-with-parent"]
     if settings.context_tokens is not None:
         command += ["--context", str(settings.context_tokens)]
     if settings.debug_api:

@@ -30,6 +30,9 @@ WORKER_ATTACHED = "worker.attached"
 WORKER_DROPPED = "worker.dropped"
 TERM_RAISED = "term.raised"
 
+WELCOMED_MAX = 4096
+"""Forgetting a name costs no more than a term raised in vain, should its worker come again."""
+
 DispatchEffect = FormGroup | SendRendezvous | SendStep | ResetWorker | DropWorker
 
 _log = structlog.get_logger()
@@ -49,7 +52,7 @@ class Dispatcher:
     counters: DispatchCounters
     _streams: dict[str, StepStream] = field(default_factory=dict, init=False)
     _welcomed: dict[str, int] = field(default_factory=dict, init=False)
-    """Incarnation each name was last welcomed as."""
+    """Incarnation each name was last welcomed as; the latest `WELCOMED_MAX` names."""
 
     # ------------------------------------------------------------ effects
 
@@ -119,7 +122,10 @@ class Dispatcher:
             )
         stream = StepStream(worker, self.term, self.post, self.counters)
         self._streams[worker.worker_id] = stream
+        self._welcomed.pop(worker.worker_id, None)
         self._welcomed[worker.worker_id] = worker.incarnation
+        if len(self._welcomed) > WELCOMED_MAX:
+            del self._welcomed[next(iter(self._welcomed))]
         self.counters.streams_opened += 1
         return stream
 

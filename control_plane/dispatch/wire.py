@@ -28,6 +28,8 @@ from protos import worker_pb2
 
 PROTOCOL_VERSION = 1
 WORKER_ID_CHARACTERS_MAX = 128
+BLOCKS_MAX = 1 << 24
+"""The ledger keeps a few bytes for every block."""
 
 _LOSS_KINDS = {
     worker_pb2.FAULT_KIND_DEVICE: LossKind.DEVICE,
@@ -228,9 +230,12 @@ def decode_report(
 
 def _decode_ready(ready: worker_pb2.Ready, worker: WorkerInfo, place: Place) -> WorkerReady:
     rates = (ready.prefill_tokens_per_s, ready.decode_step_s)
-    if ready.blocks < 1 or not all(math.isfinite(rate) and rate > 0 for rate in rates):
+    if not 1 <= ready.blocks <= BLOCKS_MAX or not all(
+        math.isfinite(rate) and rate > 0 for rate in rates
+    ):
         raise ProtocolError(
-            f"Ready with {ready.blocks} blocks and rates {rates}: all must be above zero"
+            f"Ready with {ready.blocks} blocks and rates {rates}: all must be above zero, "
+            f"and blocks at most {BLOCKS_MAX}"
         )
     return WorkerReady(
         worker_id=worker.worker_id,

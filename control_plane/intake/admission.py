@@ -222,6 +222,12 @@ def _check_request_id(request_id: str) -> None:
             "send a shorter one or none",
             field="request_id",
         )
+    if not request_id.isprintable():
+        raise InvalidRequest(
+            f"request_id: {request_id!a} holds characters that cannot be printed; send letters, "
+            "digits and signs, or none",
+            field="request_id",
+        )
 
 
 def _short(number: int) -> str:

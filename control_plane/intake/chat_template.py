@@ -77,7 +77,8 @@ class ChatTemplate:
         # A template is a program of the model's: whatever it raises, the messages did not suit it.
         except Exception as error:
             raise InvalidRequest(
-                f"messages: the model's chat template refuses them: {error}", field="messages"
+                f"messages: the model's chat template refuses them: {str(error)[:200]}",
+                field="messages",
             ) from error
 
 

@@ -64,6 +64,7 @@ class Intake:
             tokenizer,
             ChatTemplate(model.chat_template, model.special_tokens, local_now),
             config.tokenizer_threads,
+            waiting_max=config.scheduling.queue_requests_max,
         )
         admission = Admission(card, self._pool, random.SystemRandom())
         self._verdicts = VerdictHub()

@@ -1,6 +1,7 @@
 """One generation over HTTP: waits for the answer and watches whether the client is still there."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import anyio
 from starlette.types import Message, Receive, Scope, Send
@@ -49,12 +50,12 @@ class HttpAnswer:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
-            try:
-                await self._answer(scope, receive, send_in_time)
-            except RequestError as error:
-                await self._send_error(error, scope, receive, send_in_time)
-            except TimeoutError:
-                pass  # the response is left incomplete: the server closes the connection
+            # On a timeout the response is left incomplete: the server closes the connection.
+            with suppress(TimeoutError):
+                try:
+                    await self._answer(scope, receive, send_in_time)
+                except RequestError as error:
+                    await self._send_error(error, scope, receive, send_in_time)
             tasks.cancel_scope.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,6 +1,6 @@
 """The HTTP endpoints as an ASGI application: OpenAI's, health and cache administration."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
@@ -51,6 +51,10 @@ class BodyTooLarge(Exception):
     """The body exceeds the limit."""
 
 
+class BodyStalled(Exception):
+    """The client stopped in the middle of the body."""
+
+
 class HttpApp:
     """wall_clock: seconds since 1970, for the `created` fields."""
 
@@ -84,6 +88,7 @@ class HttpApp:
         handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
             RequestError: self._refused,
             BodyTooLarge: self._body_too_large,
+            BodyStalled: self._body_stalled,
             ClientDisconnect: self._client_gone,
             HTTPException: self._no_such_endpoint,
             Exception: self._broken,
@@ -153,7 +158,8 @@ class HttpApp:
     async def _read_bytes(self, request: Request) -> bytes:
         parts: list[bytes] = []
         bytes_count = 0
-        async for part in request.stream():
+        stream = aiter(request.stream())
+        while (part := await self._next_part(stream)) is not None:
             bytes_count += len(part)
             if bytes_count <= self._body_bytes_max:
                 parts.append(part)
@@ -162,6 +168,13 @@ class HttpApp:
         if bytes_count > self._body_bytes_max:
             raise BodyTooLarge
         return b"".join(parts)
+
+    async def _next_part(self, stream: AsyncIterator[bytes]) -> bytes | None:
+        try:
+            with anyio.fail_after(self._stall_s):
+                return await anext(stream, None)
+        except TimeoutError as error:
+            raise BodyStalled from error
 
     # ---------------------------------------------------------------- errors
 
@@ -173,6 +186,14 @@ class HttpApp:
             413,
             f"body: more than {self._body_bytes_max} bytes; send a shorter prompt",
             "BODY_TOO_LARGE",
+            "body",
+        )
+
+    async def _body_stalled(self, _request: Request, _error: BodyStalled) -> Response:
+        return plain_error_response(
+            408,
+            f"body: nothing of it came for {self._stall_s:g} s; send the request again",
+            "BODY_STALLED",
             "body",
         )
 
@@ -199,7 +220,8 @@ def with_request_id(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        usable = 0 < len(given) <= REQUEST_ID_CHARACTERS_MAX and given.isascii()
+        usable = 0 < len(given) <= REQUEST_ID_CHARACTERS_MAX
+        usable = usable and given.isascii() and given.isprintable()
         request_id = given if usable else uuid4().hex
 
         async def send_with_id(message: Message) -> None:

@@ -3,6 +3,7 @@
 A value that changes nothing (top_p = 1) is accepted, since many clients send it.
 """
 
+import reprlib
 from collections.abc import Mapping
 
 from control_plane.errors import InvalidRequest
@@ -66,7 +67,7 @@ def refuse_reserved(values: Mapping[str, object]) -> None:
             continue
         accepted = " or ".join(map(repr, NEUTRAL_VALUES[name]))
         raise InvalidRequest(
-            f"{name}: {repr(value)[:60]} is not supported yet; leave it out"
+            f"{name}: {reprlib.repr(value)} is not supported yet; leave it out"
             + (f" or send {accepted}" if accepted else ""),
             field=name,
         )

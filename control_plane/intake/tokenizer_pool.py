@@ -2,38 +2,59 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
-from control_plane.errors import InvalidRequest
+from control_plane.errors import InvalidRequest, QueueFull
 from control_plane.intake.chat_template import ChatTemplate
 from control_plane.intake.tokenizer import Tokenizer
 
+RETRY_AFTER_S = 1.0
+
+Argument = TypeVar("Argument")
+
 
 class TokenizerPool:
-    """`threads_count` 0 means half the physical cores, at least one."""
+    """waiting_max: most texts in work or waiting for a thread; QueueFull beyond them."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, threads_count: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, threads_count: int, *, waiting_max: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._executor = ThreadPoolExecutor(
-            threads_count or max(1, physical_cores_count() // 2), thread_name_prefix="tokenizer"
-        )
+        self._executor = ThreadPoolExecutor(threads_count, thread_name_prefix="tokenizer")
+        self._waiting_max = waiting_max
+        self._waiting_count = 0
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of plain text, the model's start token included. Raises InvalidRequest."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode, text)
+        """Ids of plain text, the model's start token included. InvalidRequest, QueueFull."""
+        return await self._run(self._encode, text)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> tuple[int, ...]:
-        """Ids of a conversation; start tokens are the template's business. InvalidRequest."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode_chat, messages)
+        """Ids of a conversation; start tokens are the template's business. Raises likewise."""
+        return await self._run(self._encode_chat, messages)
 
     def close(self) -> None:
         """Drops what waits; what runs is not waited for."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(
+        self, work: Callable[[Argument], tuple[int, ...]], argument: Argument
+    ) -> tuple[int, ...]:
+        if self._waiting_count >= self._waiting_max:
+            raise QueueFull(
+                f"{self._waiting_count} prompts wait to be tokenized, and no more may: try again "
+                f"in {RETRY_AFTER_S:g} s",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._waiting_count += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._executor, work, argument)
+        finally:
+            self._waiting_count -= 1
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:

@@ -14,12 +14,15 @@ from enum import Enum
 from typing import Protocol
 
 from control_plane.config import SchedulingConfig
+from control_plane.scheduling.heartbeat_watch import HeartbeatWatch
 from control_plane.scheduling.messages import (
     Condemn,
     DropWorker,
     Effect,
     FormGroup,
     Log,
+    LogLevel,
+    LossKind,
     RendezvousOpened,
     ResetWorker,
     SendRendezvous,
@@ -39,6 +42,17 @@ from control_plane.scheduling.worker_table import (
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
 """Pause before forming a group again whose last epochs never got to a step."""
+
+GROUP_SERVING = "group.serving"
+GROUP_EPOCH_ENDED = "group.epoch_ended"
+WORKER_LOST = "worker.lost"
+WORKER_FAULTED = "worker.faulted"
+WORKER_UNUSED = "worker.unused"
+WORKER_REFUSED = {
+    WorkerState.CORDONED: "worker.cordoned",
+    WorkerState.MISMATCHED: "worker.mismatched",
+}
+EVENT_STALE = "worker.event_stale"
 
 
 class GroupState(Enum):
@@ -85,6 +99,7 @@ class ChipGroups:
     ) -> None:
         self.workers = WorkerTable(config.own_faults_max, config.own_faults_window_s)
         self.groups: dict[str, ChipGroup] = {}
+        self._watch = HeartbeatWatch(config, timers)
         self._config = config
         self._timers = timers
         self._emit = emit
@@ -112,10 +127,11 @@ class ChipGroups:
         group = self._group_of.get(info.worker_id)
         worker = Worker(info, group.group_id if group else "", now)
         self.workers.put(worker)
-        self._arm_heartbeat(worker)
+        self._watch.arm(worker)
         if group is None:
             worker.state = WorkerState.UNUSED
-            self._log("worker.unused", worker, reason="no group has a worker of this name")
+            why = "no group has a worker of this name"
+            self._log(WORKER_UNUSED, worker, LogLevel.WARNING, reason=why)
             return
         self._try_form(group, now)
 
@@ -127,8 +143,10 @@ class ChipGroups:
         worker.state = WorkerState.LOST
         if event.kind in OWN_FAULT_KINDS:
             self.workers.count_fault(worker.worker_id, now)
-        self._log("worker.lost", worker, kind=event.kind.value, reason=event.message)
+        level = LogLevel.INFO if event.kind is LossKind.GOODBYE else LogLevel.WARNING
+        self._log(WORKER_LOST, worker, level, kind=event.kind.value, reason=event.message)
         self._end_epoch_of(worker, f"worker {worker.worker_id} was lost: {event.message}", now)
+        self._forget_unused(worker)
 
     def faulted(self, event: WorkerFaulted, now: float) -> None:
         """A worker cannot go on in its epoch."""
@@ -137,7 +155,8 @@ class ChipGroups:
             return
         if event.kind in OWN_FAULT_KINDS:
             self.workers.count_fault(worker.worker_id, now)
-        self._log("worker.faulted", worker, kind=event.kind.value, reason=event.message)
+        kind = event.kind.value
+        self._log(WORKER_FAULTED, worker, LogLevel.WARNING, kind=kind, reason=event.message)
         self._end_epoch_of(worker, f"worker {worker.worker_id} faulted: {event.message}", now)
 
     def rendezvous(self, event: RendezvousOpened) -> None:
@@ -167,8 +186,8 @@ class ChipGroups:
         self._timers.clear(("form", group.group_id))
         for rank in ranks:
             rank.state = WorkerState.SERVING
-            self._arm_heartbeat(rank)
-        self._emit(Log("group.serving", {"group": group.group_id, "epoch": group.epoch}))
+            self._watch.arm(rank)
+        self._emit(Log(GROUP_SERVING, {"group": group.group_id, "epoch": group.epoch}))
         self._listener.group_serves(group, ranks, now)
 
     def heartbeat(self, worker_id: str, incarnation: int, now: float) -> None:
@@ -186,7 +205,8 @@ class ChipGroups:
             return None
         group = self._group_of[worker_id]
         if group.group_id != group_id or group.worker_ids[0] != worker_id:
-            self._log("stale", worker, reason="not a result of its group's rank 0")
+            why = "not a result of its group's rank 0"
+            self._log(EVENT_STALE, worker, LogLevel.DEBUG, reason=why)
             return None
         return group if group.state is GroupState.SERVING else None
 
@@ -197,9 +217,7 @@ class ChipGroups:
         worker = self.workers.get(worker_id)
         if worker is None or not worker.is_attached:
             return
-        # Compared as it was computed: a rounded difference could set the same time again for ever.
-        if now < worker.heartbeat_at + self._heartbeat_timeout_s(worker):
-            self._arm_heartbeat(worker)
+        if not self._watch.is_silent(worker, now):
             return
         silent_s = now - worker.heartbeat_at
         self._condemn(worker, f"no heartbeat for {silent_s:.1f} s")
@@ -239,6 +257,12 @@ class ChipGroups:
         """A step came back: the group works."""
         group.failures = 0
 
+    def forgive(self, stall_s: float, now: float) -> None:
+        """The control plane itself stood still so long: nobody was silent or late meanwhile."""
+        for worker in self.workers.attached():
+            worker.heartbeat_at = now
+        self._timers.postpone("form", stall_s)
+
     # ------------------------------------------------------------ epochs
 
     def end_epoch(self, group: ChipGroup, reason: str, now: float) -> None:
@@ -248,15 +272,15 @@ class ChipGroups:
             return
         group.state = GroupState.WAITING
         self._timers.clear(("form", group.group_id))
-        fields: dict[str, object] = {"group": group.group_id, "epoch": group.epoch}
-        self._emit(Log("group.epoch_ended", {**fields, "reason": reason}))
+        fields = {"group": group.group_id, "epoch": group.epoch, "reason": reason}
+        self._emit(Log(GROUP_EPOCH_ENDED, fields, LogLevel.WARNING))
         for rank in self._ranks(group):
             if rank.state in (WorkerState.FORMING, WorkerState.READY, WorkerState.SERVING):
                 if rank.state is not WorkerState.SERVING:
                     rank.heartbeat_at = now  # Loading may have kept it from a sign of life.
                 rank.state = WorkerState.IDLE
                 rank.ready = None
-                self._arm_heartbeat(rank)
+                self._watch.arm(rank)
                 info = rank.info
                 self._emit(ResetWorker(info.worker_id, info.incarnation, group.epoch, reason))
         if group.failures:
@@ -285,7 +309,7 @@ class ChipGroups:
         self._timers.set(("form", group.group_id), now + deadline_s)
         for i, rank in enumerate(ranks):
             rank.state = WorkerState.FORMING
-            self._arm_heartbeat(rank)
+            self._watch.arm(rank)
             self._emit(
                 FormGroup(
                     worker_id=rank.worker_id,
@@ -312,7 +336,8 @@ class ChipGroups:
             elif rank.info.model_digest != attached[0].info.model_digest:
                 state = WorkerState.MISMATCHED
             if state is not rank.state and state is not WorkerState.IDLE:
-                self._log(f"worker.{state.value}", rank, model=rank.info.model_digest)
+                event = WORKER_REFUSED[state]
+                self._log(event, rank, LogLevel.WARNING, model=rank.info.model_digest)
             rank.state = state
         idle_count = sum(rank.state is WorkerState.IDLE for rank in ranks)
         return idle_count == len(group.worker_ids)
@@ -332,7 +357,8 @@ class ChipGroups:
     def _known(self, worker_id: str, incarnation: int) -> Worker | None:
         worker = self.workers.find(worker_id, incarnation)
         if worker is None:
-            self._emit(Log("stale", {"worker": worker_id, "incarnation": incarnation}))
+            fields: dict[str, object] = {"worker": worker_id, "incarnation": incarnation}
+            self._emit(Log(EVENT_STALE, fields, LogLevel.DEBUG))
         return worker
 
     def _in_epoch(self, worker_id: str, incarnation: int, epoch: int) -> Worker | None:
@@ -342,7 +368,7 @@ class ChipGroups:
             return None
         group = self._group_of.get(worker_id)
         if group is None or group.epoch != epoch or group.state is GroupState.WAITING:
-            self._log("stale", worker, epoch=epoch)
+            self._log(EVENT_STALE, worker, LogLevel.DEBUG, epoch=epoch)
             return None
         return worker
 
@@ -351,23 +377,19 @@ class ChipGroups:
         worker.state = WorkerState.LOST
         self._emit(Condemn(info.worker_id, info.incarnation, info.pid, reason))
         self._drop(worker, reason)
+        self._forget_unused(worker)
+
+    def _forget_unused(self, worker: Worker) -> None:
+        """A name of no group need not be remembered once its process is gone."""
+        if worker.worker_id not in self._group_of:
+            self.workers.forget(worker.worker_id)
 
     def _drop(self, worker: Worker, reason: str) -> None:
         self._emit(DropWorker(worker.worker_id, worker.info.incarnation, reason))
 
-    def _log(self, event: str, worker: Worker, **fields: object) -> None:
+    def _log(self, event: str, worker: Worker, level: LogLevel, **fields: object) -> None:
         names: dict[str, object] = {
             "worker": worker.worker_id,
             "incarnation": worker.info.incarnation,
         }
-        self._emit(Log(event, names | fields))
-
-    def _heartbeat_timeout_s(self, worker: Worker) -> float:
-        if worker.state in (WorkerState.FORMING, WorkerState.READY):
-            return self._config.formation_heartbeat_timeout_s
-        return self._config.heartbeat_timeout_s
-
-    def _arm_heartbeat(self, worker: Worker) -> None:
-        """Heartbeats do not move the timer: it looks at the last one when it fires."""
-        when = worker.heartbeat_at + self._heartbeat_timeout_s(worker)
-        self._timers.set(("heartbeat", worker.worker_id), when)
+        self._emit(Log(event, names | fields, level))

@@ -11,14 +11,13 @@ from control_plane.config import SchedulingConfig
 from control_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    QueueFull,
     RequestCancelled,
     RequestError,
     ServiceUnavailable,
     WorkerFailure,
 )
 from control_plane.request import Request
-from control_plane.scheduling.admission_rules import tokens_limit
+from control_plane.scheduling.admission_rules import outgrown, queue_refusal, tokens_limit
 from control_plane.scheduling.chip_groups import ChipGroup, ChipGroups
 from control_plane.scheduling.live_request import LiveRequest, Stage
 from control_plane.scheduling.messages import (
@@ -31,6 +30,8 @@ from control_plane.scheduling.messages import (
     Failed,
     FlushCache,
     Heartbeat,
+    Log,
+    LogLevel,
     RendezvousOpened,
     Snapshot,
     StepDone,
@@ -49,6 +50,8 @@ from control_plane.scheduling.worker_table import Worker
 
 RETRY_AFTER_S = 5.0
 """Hint for clients while no group serves."""
+
+CONTROL_PLANE_STALLED = "control_plane.stalled"
 
 
 class SchedulingCore:
@@ -70,11 +73,13 @@ class SchedulingCore:
         self._generated_tokens = 0
         self._failovers = 0
         self._wake_at: float | None = None
+        self._handled_at = 0.0
 
     # ------------------------------------------------------------ the two doors
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Takes an event at `now` (seconds of a monotonic clock) and returns the effects."""
+        self._notice_stall(now)
         self._route(event, now)
         for kind, name in self._timers.take_due(now):
             self._fire(kind, name, now)
@@ -156,6 +161,23 @@ class SchedulingCore:
     def _emit(self, effect: Effect) -> None:
         self._effects.append(effect)
 
+    def _notice_stall(self, now: float) -> None:
+        """A tick that is much too late means that this process did not run (stopped, swapped out):
+        signs of life and results could not be heard, so that time counts against no worker."""
+        handled_at, self._handled_at = self._handled_at, now
+        if self._wake_at is None or now < self._wake_at:
+            return
+        late_s, self._wake_at = now - self._wake_at, None
+        # Half: a worker is looked at an interval before it counts as silent, see HeartbeatWatch.
+        if late_s <= self._config.heartbeat_interval_s / 2:
+            return
+        stall_s = now - handled_at
+        self._chips.forgive(stall_s, now)
+        self._serving.forgive(stall_s)
+        self._timers.postpone("recovery", stall_s)
+        fields: dict[str, object] = {"late_s": late_s, "stall_s_max": stall_s}
+        self._emit(Log(CONTROL_PLANE_STALLED, fields, LogLevel.WARNING))
+
     def _set_wake(self) -> None:
         """Asks for a tick only if it must come earlier than the one already asked for."""
         earliest = self._timers.earliest()
@@ -207,34 +229,26 @@ class SchedulingCore:
         limit = tokens_limit(request, self._serving.context_tokens, groups)
         if isinstance(limit, RequestError):
             return limit
-        return self._queue_refusal(request) or limit
-
-    def _queue_refusal(self, request: Request) -> RequestError | None:
         schedulers = self._serving.schedulers.values()
-        requests_count = len(self._held) + sum(len(s.waiting) for s in schedulers)
-        tokens_count = sum(load.queued_tokens for load in self._serving.load.groups.values())
-        more = len(request.prompt_ids) + len(request.output_ids)
-        config = self._config
-        if requests_count < config.queue_requests_max:
-            if tokens_count + more <= config.queue_tokens_max:
-                return None
-            full = f"{tokens_count} tokens wait to be computed and this request has {more}"
-            limit = f"the queue holds {config.queue_tokens_max} tokens"
-        else:
-            full = f"{requests_count} requests wait"
-            limit = f"the queue holds {config.queue_requests_max}"
-        rate = sum(load.prefill_tokens_per_s for load in self._serving.load.groups.values())
-        retry_after_s = min(60.0, max(1.0, tokens_count / max(rate, 1.0)))
-        message = f"{full}; {limit}: try again in {retry_after_s:.0f} s"
-        return QueueFull(message, retry_after_s=retry_after_s)
+        waiting_count = len(self._held) + sum(len(s.waiting) for s in schedulers)
+        return queue_refusal(request, waiting_count, loads.values(), self._config) or limit
 
     def _dispatch(self, live: LiveRequest, now: float) -> None:
-        """Sends a request to the best group, or holds it until one serves."""
+        """Sends a request to the best group, or holds it until one serves that may hold it."""
         if self._serving.dispatch(live):
             live.held_since = None
             self._timers.clear(("recovery", live.request_id))
-        else:
+        elif self._may_yet_serve(live):
             self._hold(live, now)
+        else:
+            memory_tokens = self._serving.memory_tokens(live.request.target_group)
+            self._fail(live, outgrown(live, memory_tokens), now)
+
+    def _may_yet_serve(self, live: LiveRequest) -> bool:
+        """Whether a group the request may use does not serve now, so that it may come back."""
+        target = live.request.target_group
+        names = self._chips.groups if target is None else [target]
+        return any(name not in self._serving.schedulers for name in names)
 
     def _hold(self, live: LiveRequest, now: float) -> None:
         live.group_id = ""
@@ -346,7 +360,7 @@ class SchedulingCore:
         live.match = None
         live.front = True
         live.group_id = ""
-        if was_running:
+        if was_running and not live.is_complete:
             if live.alone:
                 error = WorkerFailure(
                     f"a group failed {live.group_deaths + 1} times while it computed this request, "

@@ -68,7 +68,8 @@ class GroupScheduler:
 
     def withdraw(self, live: LiveRequest) -> None:
         """Takes a waiting request back before its first step here is planned."""
-        assert self.waiting.remove(live), live.request_id
+        was_waiting = self.waiting.remove(live)
+        assert was_waiting, live.request_id
         self._load.release(live.request_id)
 
     def remove(

@@ -368,12 +368,21 @@ class WakeAt:
     when: float
 
 
+class LogLevel(Enum):
+    """How much a log line matters."""
+
+    DEBUG = "debug"  # expected now and then: messages that crossed
+    INFO = "info"
+    WARNING = "warning"  # something was lost
+
+
 @dataclass(frozen=True, slots=True)
 class Log:
     """Something worth a log line; `event` is a constant name, `fields` its values."""
 
     event: str
     fields: dict[str, object] = field(default_factory=dict)
+    level: LogLevel = LogLevel.INFO
 
 
 Effect = (

@@ -1,6 +1,7 @@
 """The groups that serve: their schedulers, the index and load table they share, their planning."""
 
 from collections.abc import Callable
+from itertools import islice
 
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling.block_ledger import BlockLedger
@@ -26,8 +27,11 @@ from control_plane.scheduling.step_time import StepTimeModel
 from control_plane.scheduling.timers import Timers
 from control_plane.scheduling.worker_table import Worker
 
+CROWDED_MAX = 8
+"""Groups with a queue that a group with room looks at per step."""
+
 MOVES_PER_STEP_MAX = 4
-"""Waiting requests of another group that a group with room looks at per step."""
+"""Waiting requests of one of them that it looks at."""
 
 
 class ServingGroups:
@@ -48,11 +52,17 @@ class ServingGroups:
         self._worker_ids: dict[str, tuple[str, ...]] = {}
         self._contexts_tokens: dict[str, int] = {}
         self._touched: dict[str, None] = {}
+        self._crowded: dict[str, None] = {}
 
     @property
     def context_tokens(self) -> int:
         """Most tokens of prompt and output together that every serving group can hold."""
         return min(self._contexts_tokens.values())
+
+    def memory_tokens(self, target_group: str | None) -> int:
+        """Most tokens of one request that the groups it may use hold; 0 if none serves."""
+        loads = [x for name, x in self.load.groups.items() if target_group in (None, name)]
+        return max((load.total_blocks * load.block_tokens for load in loads), default=0)
 
     # ------------------------------------------------------------ groups come and go
 
@@ -97,7 +107,8 @@ class ServingGroups:
     def close(self, group_id: str, orphans: list[LiveRequest]) -> None:
         """A group serves no more; its requests' load is released, they belong to nobody now."""
         scheduler = self.schedulers.pop(group_id)
-        del self._contexts_tokens[group_id]
+        del self._contexts_tokens[group_id], self._worker_ids[group_id]
+        self._crowded.pop(group_id, None)
         self._index.drop(scheduler.tree)
         self._timers.clear(("plan", group_id))
         self._timers.clear(("step", group_id))
@@ -134,6 +145,11 @@ class ServingGroups:
             return {}
         return self._index.match(live.root_key, live.token_ids)
 
+    def forgive(self, stall_s: float) -> None:
+        """The control plane itself stood still so long: no step took that time."""
+        for scheduler in self.schedulers.values():
+            scheduler.in_flight.forgive(stall_s)
+
     # ------------------------------------------------------------ planning
 
     def touch(self, group_id: str) -> None:
@@ -152,7 +168,7 @@ class ServingGroups:
     def _plan(self, scheduler: GroupScheduler, now: float) -> None:
         group_id = scheduler.group_id
         scheduler.publish()
-        if len(self.schedulers) > 1 and scheduler.has_room:
+        if self._crowded and scheduler.has_room:
             self._move_here(scheduler, now)
         worker_ids = self._worker_ids[group_id]
         while (plan := scheduler.plan(now)) is not None:
@@ -160,6 +176,10 @@ class ServingGroups:
             if not self._timers.has(("step", group_id)):
                 self._timers.set(("step", group_id), now + self._config.step_deadline_s)
         scheduler.publish()
+        if scheduler.waiting:
+            self._crowded[group_id] = None
+        else:
+            self._crowded.pop(group_id, None)
         if scheduler.is_idle:
             held_count = scheduler.tree.ledger.counts().referenced
             assert not held_count, f"{group_id} is idle, but {held_count} blocks are referenced"
@@ -170,7 +190,8 @@ class ServingGroups:
     def _move_here(self, scheduler: GroupScheduler, now: float) -> None:
         """Takes waiting requests over from the busiest group if they would start sooner here."""
         here = self.load.groups[scheduler.group_id]
-        others = [s for s in self.schedulers.values() if s.waiting and s is not scheduler]
+        crowded = [self.schedulers[name] for name in islice(self._crowded, CROWDED_MAX)]
+        others = [other for other in crowded if other is not scheduler]
         if not others:
             return
         busiest = max(others, key=lambda s: self.load.groups[s.group_id].queued_tokens)

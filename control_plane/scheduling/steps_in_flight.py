@@ -40,6 +40,11 @@ class StepsInFlight:
         context_tokens = sum(row.placement.planned_count for row in rows)
         self._steps.append(StepInFlight(step_id, rows, chunk_tokens, context_tokens, now))
 
+    def forgive(self, stall_s: float) -> None:
+        """The control plane itself stood still so long: no step took that time."""
+        for step in self._steps:
+            step.started_at += stall_s
+
     def plan_at(self, lead_s: float) -> float | None:
         """`lead_s` before the last one ends, as far as expected; None if none is or is known."""
         if not self._steps or not self._step_time.is_known:

@@ -5,6 +5,9 @@ import heapq
 TimerKey = tuple[str, str]
 """(kind, name of a group, worker or request)."""
 
+LEFTOVERS_MAX = 64
+"""Moved and cleared times that may stay in the heap, beyond as many as there are keys."""
+
 
 class Timers:
     """One time per key, kept in a heap; a time that was moved or cleared is skipped in passing."""
@@ -18,10 +21,19 @@ class Timers:
         if self._when.get(key) != when:
             self._when[key] = when
             heapq.heappush(self._heap, (when, key))
+            # Else cleared times far ahead, such as deadlines, would pile up until they pass.
+            if len(self._heap) > 2 * len(self._when) + LEFTOVERS_MAX:
+                self._heap = [(time, other) for other, time in self._when.items()]
+                heapq.heapify(self._heap)
 
     def clear(self, key: TimerKey) -> None:
         """Forgets a key, if it is set."""
         self._when.pop(key, None)
+
+    def postpone(self, kind: str, by_s: float) -> None:
+        """Moves every time of one kind."""
+        for key in [key for key in self._when if key[0] == kind]:
+            self.set(key, self._when[key] + by_s)
 
     def has(self, key: TimerKey) -> bool:
         """Whether a key is set."""

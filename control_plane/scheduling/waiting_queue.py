@@ -65,10 +65,6 @@ class WaitingQueue:
 
         return sorted(window, key=rank)
 
-    def all(self) -> list[LiveRequest]:
-        """Everyone who waits, lost groups' requests first, then by arrival."""
-        return list(self._by_arrival)
-
 
 def _arrival_key(live: LiveRequest) -> tuple[bool, int]:
     return (not live.front, live.arrival)

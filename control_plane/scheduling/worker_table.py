@@ -70,6 +70,15 @@ class WorkerTable:
             return worker
         return None
 
+    def attached(self) -> list[Worker]:
+        """Every process whose stream is open."""
+        return [worker for worker in self._workers.values() if worker.is_attached]
+
+    def forget(self, worker_id: str) -> None:
+        """A name that means nothing any more."""
+        self._workers.pop(worker_id, None)
+        self._faults.pop(worker_id, None)
+
     def count_fault(self, worker_id: str, now: float) -> None:
         """A fault of its own; what a dying process reports within a second is one fault."""
         faults = self._faults.setdefault(worker_id, deque(maxlen=self._faults_max))
@@ -88,7 +97,7 @@ class WorkerTable:
         return self._faults[worker_id][-self._faults_max] + self._window_s
 
     def snapshots(self, now: float) -> tuple[WorkerSnapshot, ...]:
-        """All names ever seen, as `status` shows them."""
+        """Every name of a group ever seen, and unused ones that are attached, for `status`."""
         return tuple(
             WorkerSnapshot(
                 worker_id=worker.worker_id,

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from backends.errors import OutOfMemory
-from backends.interface import BatchRows, KVSpec
+from backends.errors import OutOfMemory, UnsupportedOperation
+from backends.interface import BatchRows, BoundKV, KVLayout, KVSpec, MemoryPool
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 
 SPEC = KVSpec(layers=3, kv_heads=2, head_size=12, block_tokens=4, dtype=torch.float32)
@@ -135,3 +135,19 @@ def test_a_large_step_is_bound_in_little_time(runtime, device):
         pool.bind(rows)
         times.append(time.perf_counter() - started)
     assert min(times) < 0.02
+
+
+def test_a_pool_that_only_binds_refuses_the_rest_by_name():
+    class SmallestPool(MemoryPool):
+        def bind(self, _rows):
+            return BoundKV()
+
+    pool = SmallestPool(SPEC, KVLayout("own", 1024, 1), CAPACITY)
+    for ask in (
+        lambda: pool.copy_block(0, 1),
+        lambda: pool.zero_blocks([0]),
+        lambda: pool.move_block(0, 1),
+    ):
+        with pytest.raises(UnsupportedOperation, match="this memory pool cannot"):
+            ask()
+    pool.close()

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from backends import plugin
 from backends.errors import BackendUnavailable, IncompatibleBackend, UnknownBackend
+from backends.interface import open_runtime
 from backends.plugin import Backend, BackendConfig, ChipDescription, find_backend
 
 
@@ -116,3 +117,9 @@ print(sorted({{"torch", "numpy"}} & set(sys.modules)))
 def test_an_unknown_dtype_is_refused_with_the_known_ones(backend_name):
     with pytest.raises(BackendUnavailable, match=r"int3.*float32"):
         find_backend(backend_name).on_init(BackendConfig(chip_indices=(0,), dtype="int3"))
+
+
+def test_a_dtype_the_backend_does_not_declare_is_refused(backend_name):
+    config = BackendConfig(chip_indices=(0,), dtype="int8")
+    with pytest.raises(BackendUnavailable, match=r"int8.*float32"):
+        open_runtime(find_backend(backend_name), config).dtype()

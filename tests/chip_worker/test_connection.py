@@ -76,7 +76,7 @@ class FakeSession:
                 StepResult(command.term, command.epoch, command.step_id, rows, times)
             )
 
-    def abort(self) -> None:
+    def abort(self, _ended: FormGroup) -> None:
         self.aborts += 1
         self.hold.set()
 
@@ -326,7 +326,7 @@ def test_a_compute_thread_that_does_not_come_back_ends_the_process(plane, worker
     stream = plane.next_stream()
     form(stream, step_deadline_s=0.2)
     stream.read()
-    worker.session.abort = lambda: None
+    worker.session.abort = lambda _ended: None
     worker.connection._abort = worker.session.abort
     worker.session.hold.clear()
     step(stream, 1)

@@ -2,8 +2,10 @@
 
 import threading
 import time
+import weakref
 
 import pytest
+import torch
 
 from backends.communicator import SingleRankCommunicator
 from backends.cpu.plugin import CpuBackend
@@ -275,7 +277,7 @@ def test_a_missing_peer_is_a_peer_fault_and_abort_shortens_the_wait(path):
     thread.start()
     time.sleep(0.2)
     assert thread.is_alive(), "rank 0 waits for rank 1"
-    lead.session.abort()
+    lead.session.abort(form_command())
     thread.join(timeout=10)
     assert not thread.is_alive()
     assert time.monotonic() - started_s < 5
@@ -299,7 +301,7 @@ def test_a_rank_that_waits_for_others_to_join_can_be_called_back(path, monkeypat
     thread.start()
     time.sleep(0.2)
     assert thread.is_alive(), "rank 0 waits for rank 1"
-    rank.session.abort()
+    rank.session.abort(form_command())
     thread.join(timeout=10)
     assert fault_of(rank).kind is FaultKind.PEER
     joined.set()
@@ -311,7 +313,7 @@ def test_an_epoch_that_ends_while_weights_load_is_not_waited_for(path, monkeypat
     load = LlamaModel.load
 
     def load_while_the_epoch_ends(reader):
-        rank.session.abort()
+        rank.session.abort(form_command())
         return load(reader)
 
     monkeypatch.setattr(LlamaModel, "load", staticmethod(load_while_the_epoch_ends))
@@ -322,6 +324,15 @@ def test_an_epoch_that_ends_while_weights_load_is_not_waited_for(path, monkeypat
     monkeypatch.undo()
     rank.session.handle(form_command(epoch=2))
     assert isinstance(rank.last, Ready)
+
+
+def test_an_epoch_that_ends_before_its_formation_is_begun_is_not_waited_for(path):
+    rank = open_rank(path)
+    rank.session.abort(form_command(world_size=2))
+    started_s = time.monotonic()
+    rank.session.handle(form_command(world_size=2))
+    assert time.monotonic() - started_s < 10
+    assert fault_of(rank).kind is FaultKind.PEER
 
 
 def test_ranks_meet_through_the_communicator_of_the_backend(path):
@@ -346,7 +357,7 @@ def test_ranks_meet_through_the_communicator_of_the_backend(path):
 
 
 def test_abort_without_an_epoch_is_harmless(path):
-    open_rank(path).session.abort()
+    open_rank(path).session.abort(form_command())
 
 
 def test_an_unexpected_error_is_internal_and_leaves_a_usable_session(path, monkeypatch):
@@ -361,6 +372,22 @@ def test_an_unexpected_error_is_internal_and_leaves_a_usable_session(path, monke
     assert (fault.kind, fault.message, fault.exiting) == (FaultKind.INTERNAL, "a bug", False)
     rank.session.handle(form_command(epoch=2))
     assert isinstance(rank.last, Ready)
+
+
+def test_a_fault_lets_go_at_once_of_what_the_step_worked_on(path, monkeypatch):
+    rank, _ = started(path)
+    kept_errors, held = [], []
+
+    def broken(_step):
+        tensor = torch.zeros(1)
+        held.append(weakref.ref(tensor))
+        kept_errors.append(PeerLost("gone"))
+        raise kept_errors[0]
+
+    monkeypatch.setattr(rank.session._formation, "run", broken)
+    rank.session.handle(first_step())
+    assert fault_of(rank).message == "gone"
+    assert held[0]() is None
 
 
 def test_a_lost_chip_ends_the_process(path, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from structlog.testing import capture_logs
 
 from control_plane.core_loop import CoreLoop
 from control_plane.scheduling.messages import (
@@ -11,6 +12,8 @@ from control_plane.scheduling.messages import (
     Cancel,
     Condemn,
     FlushCache,
+    Log,
+    LogLevel,
     ResetWorker,
     ServingChanged,
     Tick,
@@ -98,6 +101,15 @@ async def test_an_event_posted_by_an_effect_waits_for_the_effects_before_it():
         Accepted("a", 5),
         ServingChanged(()),
         Accepted("b", 1),
+    ]
+
+
+async def test_a_log_effect_is_logged_at_its_level():
+    effects = [Log("a.b", {"n": level.value}, level) for level in LogLevel]
+    with capture_logs() as lines:
+        Routes(ScriptedCore(Cancel=effects)).loop.post(Cancel("a"))
+    assert [(line["event"], line["log_level"], line["n"]) for line in lines] == [
+        ("a.b", level.value, level.value) for level in LogLevel
     ]
 
 

@@ -185,6 +185,22 @@ async def test_a_silent_worker_is_dropped(control_plane, start_worker):
         assert (await client.get(f"{control_plane.url}/health")).status_code == 503
 
 
+async def test_a_control_plane_that_stood_still_keeps_its_workers(control_plane, start_worker):
+    worker = await start_worker(11)
+    answer = asyncio.ensure_future(complete(control_plane.url, 4))
+    await worker.compute(1)
+    control_plane.process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(1.5)
+    control_plane.process.send_signal(signal.SIGCONT)
+    await worker.compute(3)
+    body = await asyncio.wait_for(answer, 10)
+    assert body["usage"]["polychip"]["failovers"] == 0
+    await asyncio.sleep(1.2)
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{control_plane.url}/health")).status_code == 200
+    assert "control_plane.stalled" in control_plane.log.read_text()
+
+
 async def test_sigterm_lets_running_requests_finish(control_plane, start_worker):
     worker = await start_worker(11)
     answer = asyncio.ensure_future(complete(control_plane.url, 4))
@@ -222,6 +238,37 @@ async def test_a_port_in_use_is_named(tmp_path):
         port = str(taken.getsockname()[1])
         with pytest.raises(AssertionError, match=f"{port}.*--http-port"):
             ControlPlane(tmp_path, "--http-port", port)
+
+
+def accepts_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+async def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path):
+    announce = tmp_path / "announce.json"
+    command = [sys.executable, "-m", "control_plane", "--model", str(default_model_path())]
+    command += ["--http-port=0", "--grpc-port=0", "--worker-port=0", f"--announce={announce}"]
+    launcher = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    with subprocess.Popen(  # noqa: ASYNC220 - returns at once
+        [sys.executable, "-c", launcher, *command, "--exit-with-parent"],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+    ) as parent:
+        while not announce.exists():
+            assert parent.poll() is None
+            await asyncio.sleep(0.02)
+        ports = json.loads(announce.read_text())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while accepts_connections(ports["http_port"]):
+        if time.monotonic() > deadline:
+            os.kill(ports["pid"], signal.SIGKILL)
+            raise AssertionError("the control plane outlived its parent")
+        await asyncio.sleep(0.02)
 
 
 async def test_a_failing_core_ends_the_process_loudly(tmp_path):

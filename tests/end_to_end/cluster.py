@@ -152,10 +152,11 @@ class Clusters:
         return cluster
 
     def client(self, *options: str) -> Client:
-        """A gRPC client of the cluster with these options."""
+        """A gRPC client of the cluster with these options; all its groups serve."""
         cluster = self.cluster(*options)
         if self._client is None:
             self._client = Client(cluster.grpc)
+        self._client.wait_until_serving(START_DEADLINE_S)
         return self._client
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Runs generations over gRPC and gathers what came back, for the end-to-end tests."""
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -98,6 +99,13 @@ class Client:
 
     def status(self) -> admin_pb2.GetStatusResponse:
         return self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=30)
+
+    def wait_until_serving(self, deadline_s: float) -> None:
+        """Returns once every group serves; the service itself is healthy with the first."""
+        deadline = time.monotonic() + deadline_s
+        while any(group.state != "serving" for group in self.status().groups):
+            assert time.monotonic() < deadline, f"not all groups serve:\n{self.status()}"
+            time.sleep(0.5)
 
     def logits(self, ids: Sequence[int], group: str) -> list[float]:
         """Logits of the position after `ids`, computed by one group."""

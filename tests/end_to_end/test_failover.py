@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,22 +15,13 @@ STREAMS = 8
 BACK_DEADLINE_S = 90.0
 
 
-def wait_until_serving(client: Client, worker_id: str, old_pid: int) -> None:
-    """Waits until another process is that worker and its group serves."""
-    deadline = time.monotonic() + BACK_DEADLINE_S
-    while time.monotonic() < deadline:
-        status = client.status()
-        pids = {worker.id: worker.pid for worker in status.workers}
-        serving = all(group.state == "serving" for group in status.groups)
-        if serving and pids[worker_id] != old_pid:
-            return
-        time.sleep(0.5)
-    raise AssertionError(f"{worker_id} was not back within {BACK_DEADLINE_S} s")
+def worker_pids(client: Client) -> dict[str, int]:
+    return {worker.id: worker.pid for worker in client.status().workers}
 
 
 def kill_in_mid_answer(client: Client, worker_id: str) -> None:
     cases = golden_cases()[:STREAMS]
-    pid = {worker.id: worker.pid for worker in client.status().workers}[worker_id]
+    pid = worker_pids(client)[worker_id]
     started = [threading.Event() for _ in cases]
     with ThreadPoolExecutor(STREAMS) as pool:
         answers = [
@@ -45,7 +35,8 @@ def kill_in_mid_answer(client: Client, worker_id: str) -> None:
         assert tuple(answer.ids) == case.output_ids, case.name
     failovers = [answer.usage.failovers for answer in finished if answer.usage is not None]
     assert max(failovers) >= 1, "no stream was on the killed worker"
-    wait_until_serving(client, worker_id, pid)
+    client.wait_until_serving(BACK_DEADLINE_S)
+    assert worker_pids(client)[worker_id] != pid
 
 
 @pytest.mark.end_to_end

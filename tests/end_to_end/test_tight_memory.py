@@ -10,8 +10,8 @@ from tests.end_to_end.generation import request_of
 
 BLOCKS = 64
 REQUESTS = 16
-PROMPT = 40
-OUTPUT = 88
+PROMPT = 60
+OUTPUT = 50
 RETRACTIONS_MAX = 5
 
 

@@ -17,7 +17,9 @@ from control_plane.scheduling.messages import (
     StepDone,
     StepPlan,
     Submit,
+    Tick,
     Tokens,
+    WakeAt,
     WorkerAttached,
     WorkerInfo,
     WorkerReady,
@@ -64,10 +66,13 @@ class DrivenCore:
         self.plans: list[StepPlan] = []
         self.outputs: dict[str, list[int]] = {}
         self.errors: dict[str, Exception] = {}
+        self._wake_at: float | None = None
         self._chips: dict[int, FakeChip] = {}
         self._outstanding: dict[str, deque[SendStep]] = {}
 
     def handle(self, event: Event) -> list[Effect]:
+        if isinstance(event, Tick):
+            self._wake_at = None
         effects = self.core.handle(event, self.now)
         self.core.check_integrity()
         self.effects += effects
@@ -82,11 +87,23 @@ class DrivenCore:
                         outputs = self.outputs.setdefault(delta.request_id, [])
                         assert delta.first_index == len(outputs)
                         outputs.extend(delta.token_ids)
+                case WakeAt():
+                    self._wake_at = min(effect.when, self._wake_at or effect.when)
                 case Failed():
                     self.errors[effect.request_id] = effect.error
                 case _:
                     pass
         return effects
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Time passes, with a tick whenever the core asked for one and one at the end."""
+        until = self.now + seconds
+        effects: list[Effect] = []
+        while self._wake_at is not None and self._wake_at < until:
+            self.now = max(self.now, self._wake_at)
+            effects += self.handle(Tick())
+        self.now = until
+        return effects + self.handle(Tick())
 
     def attach(self, worker_id: str, incarnation: int = 1, **changes) -> list[FormGroup]:
         effects = self.handle(WorkerAttached(worker_info(worker_id, incarnation, **changes)))

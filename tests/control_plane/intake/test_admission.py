@@ -3,9 +3,10 @@
 import random
 from datetime import datetime
 
+import anyio
 import pytest
 
-from control_plane.errors import InvalidRequest, ModelNotFound
+from control_plane.errors import InvalidRequest, ModelNotFound, QueueFull
 from control_plane.intake.admission import (
     Admission,
     ChatPrompt,
@@ -28,7 +29,7 @@ CONTEXT_TOKENS = 256
 def admission(tiny_model):
     tokenizer = Tokenizer(tiny_model.tokenizer, "tiny")
     template = ChatTemplate(tiny_model.chat_template, {}, datetime.now)
-    pool = TokenizerPool(tokenizer, template, 1)
+    pool = TokenizerPool(tokenizer, template, 1, waiting_max=2)
     yield Admission(ModelCard.of(tiny_model, "mine", None), pool, random.Random(3))
     pool.close()
 
@@ -116,6 +117,7 @@ async def test_names_of_the_model(admission, name):
         ({"resume_output_ids": (300,)}, "resume_output_ids", "outside"),
         ({"resume_output_ids": (1, 2), "max_tokens": 1}, "resume_output_ids", "2 tokens .* 1"),
         ({"request_id": "x" * 129}, "request_id", "129 characters"),
+        ({"request_id": "a\x1b[2J"}, "request_id", "cannot be printed"),
         ({"reserved": {"top_p": 0.5}}, "top_p", "0.5 is not supported yet"),
         ({"reserved": {"top_p": float("nan")}}, "top_p", "not supported yet"),
         ({"reserved": {"n": True}}, "n", "not supported yet"),
@@ -130,6 +132,24 @@ async def test_refusals(admission, fields, field, said):
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field}: ")
     assert len(caught.value.message) < 400
+
+
+async def test_prompts_that_wait_for_a_thread_are_bounded(admission):
+    refusals = []
+
+    async def ask() -> None:
+        try:
+            await admission.admit(wanting(prompt=TextPrompt("hi " * 50)))
+        except QueueFull as error:
+            refusals.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(ask)
+    assert len(refusals) == 3
+    assert "2 prompts wait" in refusals[0].message
+    assert refusals[0].retry_after_s
+    await admission.admit(wanting())
 
 
 async def test_unknown_model(admission):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import anyio
+import grpc
 import pytest
 
 from control_plane.errors import (
@@ -16,6 +17,7 @@ from control_plane.errors import (
 )
 from control_plane.request import FinishReason
 from control_plane.scheduling.messages import Cancel, End, ServingChanged, Submit
+from protos import inference_pb2, inference_pb2_grpc
 from tests.control_plane.intake.fake_core import END, delta, failing, saying, until
 
 pytestmark = pytest.mark.anyio
@@ -153,7 +155,16 @@ BAD_BODIES = [
     (b"", "body"),
     (b"[1]", "body"),
     (b"\xff\xfe{}", "body"),
-    (b'{"prompt": "hi", "temperature": NaN}', "body"),
+    (b"NaN", "body"),
+    (b'{"prompt": "hi", "temperature": nan}', "body"),
+    (b'{"prompt": "hi", "seed": NaN}', "seed"),
+    (b'{"prompt": "hi", "max_tokens": NaN}', "max_tokens"),
+    (b'{"prompt": "hi", "max_completion_tokens": Infinity}', "max_completion_tokens"),
+    (b'{"prompt": "hi", "logprobs": NaN}', "logprobs"),
+    (b'{"prompt": "hi", "top_p": NaN}', "top_p"),
+    (b'{"prompt": "hi", "stop_token_ids": [NaN]}', "stop_token_ids.0"),
+    (b'{"prompt": [1, NaN]}', "prompt"),
+    (b'{"prompt": "hi", "stop": ' + b"[" * 900 + b"]" * 900 + b"}", "stop"),
     (b'{"prompt": "hi", "temperature": 1e999}', "temperature"),
     (b'{"prompt": "hi", "temperature": "0"}', "temperature"),
     (b'{"prompt": "hi", "temperature": 1' + b"0" * 400 + b"}", "temperature"),
@@ -187,6 +198,37 @@ async def test_bad_bodies_are_refused_by_name(start, core):
         assert core.of(Submit) == []
         good = await s.http.post("/v1/completions", json={"prompt": "hi"})
     assert good.status_code == 200
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+async def test_a_temperature_that_is_no_number_is_refused_as_over_grpc(start, number):
+    stub_request = inference_pb2.GenerateRequest(
+        prompt="hi", sampling={"temperature": float(number)}
+    )
+    async with start() as s:
+        raw = b'{"prompt": "hi", "temperature": ' + number.encode() + b"}"
+        over_http = await s.http.post("/v1/completions", content=raw)
+        stub = inference_pb2_grpc.InferenceServiceStub(s.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(stub_request).read()
+    assert over_http.status_code == 400
+    described = over_http.json()["error"]
+    assert described["param"] == "temperature"
+    assert described["message"] == caught.value.details()
+    assert "between 0 and 100" in described["message"]
+
+
+async def test_a_body_that_stops_coming_is_given_up(start, core):
+    async with start(stream_buffer_stall_s=0.2) as s:
+        client = await anyio.connect_tcp("127.0.0.1", s.http_port)
+        await client.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{"
+        )
+        with anyio.fail_after(5):
+            head = await client.receive()
+        assert b" 408 " in head.splitlines()[0]
+        await client.aclose()
+    assert core.of(Submit) == []
 
 
 BAD_MESSAGES: list = [
@@ -235,7 +277,7 @@ async def test_models_health_flush_and_request_id(start):
         models = (await s.http.get("/v1/models")).json()
         serving = await s.http.get("/health", headers={"X-Request-Id": "mine-1"})
         s.intake.deliver(ServingChanged(()))
-        down = await s.http.get("/health")
+        down = await s.http.get("/health", headers={"X-Request-Id": "not\tprintable"})
         flushed = await s.http.post("/admin/cache/flush")
     assert [model["id"] for model in models["data"]] == ["tiny", "default"]
     assert serving.status_code == 200

@@ -268,7 +268,9 @@ async def test_pool_works_off_the_loop(tokenizer, model):
             threads.append(threading.current_thread())
             return super().render(messages)
 
-    pool = TokenizerPool(tokenizer, Watched(model.chat_template, {}, datetime.now), 1)
+    pool = TokenizerPool(
+        tokenizer, Watched(model.chat_template, {}, datetime.now), 1, waiting_max=8
+    )
     ids = await pool.encode_chat([{"role": "user", "content": "hi"}])
     assert ids[-3:] == (1, 520, 9531, 198)[-3:]
     assert threads[0] is not threading.main_thread()

@@ -4,6 +4,7 @@ Method: seeded scenarios under a virtual clock. Fake chips store ids in blocks a
 of every row; fake intake checks every token; the core's own integrity is checked after every event.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -11,10 +12,11 @@ import pytest
 
 from control_plane.config import SchedulingConfig
 from control_plane.request import Request, Sampling
-from control_plane.scheduling.core import SchedulingCore
+from control_plane.scheduling.core import CONTROL_PLANE_STALLED, SchedulingCore
 from control_plane.scheduling.messages import (
     Accepted,
     CacheFlushed,
+    Condemn,
     End,
     Event,
     Failed,
@@ -35,6 +37,31 @@ SEEDS_COUNT_LONG = 10_000
 EVENTS_MAX = 50_000
 
 
+class StallingClock:
+    """The clock as the control plane has it: while the process stands still, its calls wait."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._awake_at = 0.0
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        self._clock.at(when, lambda: self.when_awake(call))
+
+    def stall(self, seconds: float) -> None:
+        self._awake_at = max(self._awake_at, self._clock.now + seconds)
+
+    def when_awake(self, call: Callable[[], None]) -> None:
+        """Makes the call now or, in its turn, after the standstill."""
+        if self._clock.now < self._awake_at:
+            self._clock.at(self._awake_at, lambda: self.when_awake(call))
+        else:
+            call()
+
+
 @dataclass
 class Totals:
     """What the scenarios of a run had in them, so that a run without retractions shows."""
@@ -44,6 +71,7 @@ class Totals:
     retractions: int = 0
     failovers: int = 0
     cached: int = 0
+    stalls: int = 0
 
 
 class Scenario:
@@ -52,6 +80,8 @@ class Scenario:
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
         self.clock = VirtualClock()
+        self.own_clock = StallingClock(self.clock)
+        self.stalls_noticed = 0
         self.flushed: int | None = None
         self.tiny = random.random() < 0.5
         self.growing = random.random() < 0.4
@@ -88,11 +118,15 @@ class Scenario:
             nonfinite_share=0.01 if random.random() < 0.1 else 0.0,
         )
         self.core = SchedulingCore(self.config)
-        self.fleet = FakeFleet(self.clock, random, self.shape, self.post)
+        self.fleet = FakeFleet(self.clock, random, self.shape, self.receive)
         delay_s = random.choice([0.0, 0.005, 0.05])
-        self.intake = FakeIntake(self.clock, random, self.post, delay_s)
+        self.intake = FakeIntake(self.own_clock, random, self.post, delay_s)
 
     # ------------------------------------------------------------ the loop
+
+    def receive(self, event: Event) -> None:
+        """A worker's message arrives."""
+        self.own_clock.when_awake(lambda: self.post(event))
 
     def post(self, event: Event) -> None:
         """Gives the core an event, checks the core, and carries its effects out."""
@@ -110,11 +144,17 @@ class Scenario:
                 case Accepted() | Failed() | Tokens():
                     self.intake.take(effect)
                 case WakeAt():
-                    self.clock.at(effect.when, lambda: self.post(Tick()))
+                    self.own_clock.at(effect.when, lambda: self.post(Tick()))
                 case CacheFlushed():
                     self.flushed = effect.blocks_freed
-                case Log() | ServingChanged():
+                case Log(event=name):
+                    self.stalls_noticed += name == CONTROL_PLANE_STALLED
+                case ServingChanged():
                     pass
+                case Condemn():
+                    process = self.fleet.processes[effect.worker_id]
+                    assert not process.responds, f"healthy, but condemned: {effect.reason}"
+                    self.fleet.carry_out(effect)
                 case _:
                     self.fleet.carry_out(effect)
 
@@ -138,15 +178,21 @@ class Scenario:
             when = 0.15 + self.random.uniform(0, horizon_s)
             request = self._request(number, bases, when)
             modulus = 0 if self.growing else self.random.choice([0, 0, 5, 30])
-            self.clock.at(when, lambda r=request, m=modulus: self.intake.submit(r, stop_modulus=m))
+            self.own_clock.at(
+                when, lambda r=request, m=modulus: self.intake.submit(r, stop_modulus=m)
+            )
             if self.random.random() < 0.15:
                 later = when + self.random.uniform(0, 0.5)
-                self.clock.at(later, lambda r=request: self.intake.cancel(r.request_id))
+                self.own_clock.at(later, lambda r=request: self.intake.cancel(r.request_id))
         if self.random.random() < 0.5:
             for _ in range(self.random.randint(1, 4)):
                 self.clock.at(0.1 + self.random.uniform(0, 1.5 * horizon_s), self._disturb)
         if self.random.random() < 0.1:
-            self.clock.at(0.2, lambda: self.post(FlushCache()))
+            self.own_clock.at(0.2, lambda: self.post(FlushCache()))
+        if self.random.random() < 0.2:
+            stall_s = self.random.choice([0.1, 3.0, 3.8, 4.05, 4.3, 10.0, 60.0])
+            when = self.random.uniform(0, 0.2 + 1.5 * horizon_s)
+            self.clock.at(when, lambda: self.own_clock.stall(stall_s))
         self._run_until_over(requests_count)
         self._check_at_rest(totals)
 
@@ -232,6 +278,7 @@ class Scenario:
             totals.retractions += conversation.retractions
             totals.cached += bool(conversation.cached_tokens)
         totals.failovers += snapshot.failovers
+        totals.stalls += self.stalls_noticed
 
 
 def run_seed(seed: int, totals: Totals) -> None:
@@ -252,6 +299,7 @@ def test_no_schedule_loses_or_corrupts_anything(only_seed: int | None, long_run:
     assert totals.retractions > SEEDS_COUNT / 10, totals
     assert totals.failovers > SEEDS_COUNT / 10, totals
     assert totals.cached > SEEDS_COUNT / 10, totals
+    assert totals.stalls > SEEDS_COUNT / 20, totals
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,0 +1,39 @@
+"""Signs of life of the workers: when to look at one, and whether it was silent for too long."""
+
+from control_plane.config import SchedulingConfig
+from control_plane.scheduling.timers import Timers
+from control_plane.scheduling.worker_table import Worker, WorkerState
+
+
+class HeartbeatWatch:
+    """Heartbeats do not move a worker's timer: `is_silent` looks at the last one when it fires.
+
+    It fires an interval before the worker counts as silent, and then once more: if this process
+    stood still meanwhile, the first look is late by so much that the core notices.
+    """
+
+    def __init__(self, config: SchedulingConfig, timers: Timers) -> None:
+        self._config = config
+        self._timers = timers
+
+    def arm(self, worker: Worker) -> None:
+        """Sets the next look at a worker; to be called when its state changes."""
+        when = self._silent_at(worker) - self._config.heartbeat_interval_s
+        self._timers.set(("heartbeat", worker.worker_id), when)
+
+    def is_silent(self, worker: Worker, now: float) -> bool:
+        """Whether a worker whose timer fired is to be given up; if not, the timer is set again."""
+        # Compared as it was computed: a rounded difference could set the same time again for ever.
+        silent_at = self._silent_at(worker)
+        if now < silent_at - self._config.heartbeat_interval_s:
+            self.arm(worker)
+        elif now < silent_at:
+            self._timers.set(("heartbeat", worker.worker_id), silent_at)
+        else:
+            return True
+        return False
+
+    def _silent_at(self, worker: Worker) -> float:
+        if worker.state in (WorkerState.FORMING, WorkerState.READY):
+            return worker.heartbeat_at + self._config.formation_heartbeat_timeout_s
+        return worker.heartbeat_at + self._config.heartbeat_timeout_s
