@@ -5,7 +5,7 @@ The one module of the top layer that knows the messages.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -118,11 +118,14 @@ class PolychipClient:
         """Closes the connection; running calls end."""
         self._channel.close()
 
-    def generate(self, generation: Generation) -> Iterator[Piece]:
+    def generate(
+        self, generation: Generation, on_lost: Callable[[], None] = lambda: None
+    ) -> Iterator[Piece]:
         """Streams the answer. Closing the iterator cancels the request.
 
-        A connection lost in mid-answer is made again and the answer goes on where it stopped: no
-        token is repeated or skipped.
+        A connection lost in mid-answer is made again, for up to RECONNECT_DEADLINE_S, and the
+        answer goes on where it stopped: no token is repeated or skipped. `on_lost` is called
+        once for each loss.
         """
         request = _request(generation)
         resumes_left = RESUMES_WITHOUT_PROGRESS_MAX
@@ -140,6 +143,8 @@ class PolychipClient:
                 resumable = error.code() is grpc.StatusCode.UNAVAILABLE and received > 0
                 if not resumable or resumes_left == 0:
                     raise _translated(error, self.address) from error
+            if resumes_left == RESUMES_WITHOUT_PROGRESS_MAX:
+                on_lost()
             resumes_left -= 1
             # The server may still hold the old request under its old name.
             request.request_id = f"resumed-{secrets.token_hex(8)}"

@@ -11,7 +11,7 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from scripts.settings import (
 
 ANNOUNCE_POLL_S = 0.05
 READY_POLL_S = 0.25
+PROGRESS_POLL_S = 0.5
+PROGRESS_POLL_READY_S = 2.0
 DRAIN_MARGIN_S = 15.0
 WORKER_GRACE_S = 10.0
 PAUSE_S_MIN = 0.5
@@ -129,10 +131,8 @@ class Launcher:
         self, tasks: TaskGroup, admin: AdminWatcher, addresses: Addresses
     ) -> None:
         tasks.start_soon(self._watch_verdicts, admin)
-        async with anyio.create_task_group() as progress:
-            progress.start_soon(self._report_progress, admin)
-            await _healthy(dialled(self._settings.host), addresses.http_port)
-            progress.cancel_scope.cancel()
+        tasks.start_soon(self._report_progress, admin)
+        await _healthy(dialled(self._settings.host), addresses.http_port)
         self._ready = True
         self._on_ready(addresses)
 
@@ -193,16 +193,16 @@ class Launcher:
         return self._settings.limits["--drain-deadline"] + DRAIN_MARGIN_S
 
     async def _report_progress(self, admin: AdminWatcher) -> None:
-        last = ""
+        """A line whenever the state of a worker or a group changes, as long as we serve."""
+        last: list[str] = []
         while True:
             status = await admin.status()
-            workers = status["workers"] if status is not None else []
-            assert isinstance(workers, list)
-            line = ", ".join(f"{worker['id']} {worker['state']}" for worker in workers)
-            if line and line != last:
-                self._report(line)
-                last = line
-            await anyio.sleep(2 * READY_POLL_S)
+            lines = progress_lines(status) if status is not None else last
+            for line in lines:
+                if line not in last:
+                    self._report(line)
+            last = lines
+            await anyio.sleep(PROGRESS_POLL_READY_S if self._ready else PROGRESS_POLL_S)
 
     async def _stop_workers(self) -> None:
         grace_s = 0.0 if self._signals_count > 1 else WORKER_GRACE_S
@@ -220,6 +220,21 @@ class Launcher:
         if control_plane_code != 0:
             self._report(f"the control plane {describe_exit(control_plane_code)}")
         return control_plane_code if control_plane_code >= 0 else 128 - control_plane_code
+
+
+def progress_lines(status: Mapping[str, object]) -> list[str]:
+    """The states of the workers in one line, and a line for each group that serves."""
+    workers, groups = status["workers"], status["groups"]
+    assert isinstance(workers, list)
+    assert isinstance(groups, list)
+    lines = [", ".join(f"{worker['id']} {worker['state']}" for worker in workers)]
+    lines += [
+        f"{group['id']} serves on {' '.join(group['ranks'])} with {group['blocks']['total']} "
+        f"blocks of {group['block_tokens']} tokens (epoch {group['epoch']})"
+        for group in groups
+        if group["state"] == "serving"
+    ]
+    return [line for line in lines if line]
 
 
 def _described(code: int) -> str:

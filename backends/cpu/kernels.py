@@ -8,8 +8,8 @@ from backends.cpu.sampling import sample
 from kernels.paged_kv import PAGED_ORDER, PagedKV
 from kernels.spec import Implementation, Support
 
-_LOGITS_ROWS = 4096
-"""Vocabulary rows widened at a time, some megabytes: 512 to 8192 took the same time (measured)."""
+_LOGITS_ROWS = 1024
+"""Vocabulary rows widened at a time: some megabytes, about what a core's own cache holds."""
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
@@ -49,9 +49,16 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype == torch.float32:
         return functional.linear(hidden, weight)
     wide = hidden.float()
-    # Part by part: the widened rows stay in the cache, and no second copy of the head in memory.
-    parts = [functional.linear(wide, rows.float()) for rows in torch.split(weight, _LOGITS_ROWS)]
-    return torch.cat(parts, dim=-1)
+    vocabulary, hidden_size = weight.shape
+    output = wide.new_empty((wide.shape[0], vocabulary))
+    # Part by part, in the same place: the widened rows stay in the cache, no second copy of the
+    # head is in memory, and fresh memory would cost more than the product.
+    widened = wide.new_empty((min(_LOGITS_ROWS, vocabulary), hidden_size))
+    for start in range(0, vocabulary, _LOGITS_ROWS):
+        rows = weight[start : start + _LOGITS_ROWS]
+        part = widened[: len(rows)].copy_(rows)
+        output[:, start : start + len(rows)] = functional.linear(wide, part)
+    return output
 
 
 def rotary(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

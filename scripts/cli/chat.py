@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass
 import click
 
 from scripts.cli.common import Service, connected, service_options
-from scripts.client import Generation, Message, Piece, PolychipClient
+from scripts.client import (
+    RECONNECT_DEADLINE_S,
+    ClientError,
+    Generation,
+    Message,
+    Piece,
+    PolychipClient,
+    ServiceRefused,
+)
 
 EXIT_INTERRUPTED = 130
 
@@ -36,7 +44,7 @@ class ChatSettings:
         )
 
 
-@click.command()
+@click.command(short_help="Asks one question, or holds a conversation.")
 @click.argument("question", required=False)
 @click.option("--system", help="What the model is told first.")
 @click.option(
@@ -87,14 +95,23 @@ def _ask(client: PolychipClient, settings: ChatSettings, question: str, as_json:
     messages = [*settings.opening(), Message("user", question)]
     pieces: list[Piece] = []
     try:
-        for piece in client.generate(settings.generation(messages)):
+        for piece in client.generate(settings.generation(messages), _say_lost):
             pieces.append(piece)
             if not as_json:
                 click.echo(piece.text, nl=False)
     except KeyboardInterrupt:
         click.echo()
         sys.exit(EXIT_INTERRUPTED)
+    except ClientError:
+        # The message that follows gets a line of its own.
+        if pieces and not as_json:
+            click.echo()
+        raise
     click.echo(json.dumps(_summary(pieces)) if as_json else "")
+
+
+def _say_lost() -> None:
+    click.echo(f" [connection lost; trying for {RECONNECT_DEADLINE_S:g} s]", nl=False, err=True)
 
 
 def _summary(pieces: Sequence[Piece]) -> dict[str, object]:
@@ -114,13 +131,23 @@ def _converse(client: PolychipClient, settings: ChatSettings) -> None:
     if interactive:
         click.echo(f"{names[0]} at {client.address}. /reset forgets, Ctrl-C stops, Ctrl-D leaves.")
     messages = settings.opening()
+    failed = False
     while (line := _read_line("> " if interactive else "")) is not None:
         if line == "/reset":
             messages = settings.opening()
             continue
         if line:
-            messages.append(Message("user", line))
-            messages.append(Message("assistant", _answer(client, settings, messages)))
+            question = Message("user", line)
+            try:
+                answer = _answer(client, settings, [*messages, question])
+            except ServiceRefused as error:
+                # Such as a conversation longer than the context: what was said before stays.
+                click.echo(f"Error: {error}", err=True)
+                failed = True
+            else:
+                messages += [question, Message("assistant", answer)]
+    if failed and not interactive:
+        sys.exit(1)
 
 
 def _read_line(prompt: str) -> str | None:
@@ -137,10 +164,14 @@ def _answer(client: PolychipClient, settings: ChatSettings, messages: Sequence[M
     """Prints the answer as it comes; what was said before a Ctrl-C is kept."""
     text = ""
     try:
-        for piece in client.generate(settings.generation(messages)):
+        for piece in client.generate(settings.generation(messages), _say_lost):
             text += piece.text
             click.echo(piece.text, nl=False)
     except KeyboardInterrupt:
         click.echo(" [stopped]", nl=False)
+    except ClientError:
+        if text:
+            click.echo()
+        raise
     click.echo()
     return text

@@ -3,7 +3,7 @@
 Their defaults are the fields' own, so that there is one place to change one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import TypeVar
 
@@ -21,6 +21,13 @@ class Limit:
     flag: str
     field: str
     help: str
+    most: float | None = None
+
+    def type_of(self, default: object) -> click.IntRange | click.FloatRange:
+        """Counts begin at 1, times and parts at 0."""
+        if isinstance(default, int):
+            return click.IntRange(min=1)
+        return click.FloatRange(min=0.0, max=self.most)
 
 
 LIMITS = (
@@ -29,7 +36,10 @@ LIMITS = (
         "--admission-tokens", "admission_tokens_max", "Most token ids a step sends of a request."
     ),
     Limit(
-        "--oldest-prefill-share", "oldest_prefill_share", "Part of a chunk the oldest prompt gets."
+        "--oldest-prefill-share",
+        "oldest_prefill_share",
+        "Part of a chunk the oldest prompt gets.",
+        most=1,
     ),
     Limit("--ageing", "ageing_s", "Seconds of waiting after which arrival decides the order."),
     Limit(
@@ -72,6 +82,12 @@ LIMITS = (
 )
 
 
+def check_limits(values: Mapping[str, object]) -> None:
+    """Raises ConfigurationError if limits do not fit together; `values` is by field."""
+    known = {field.name for field in fields(SchedulingConfig)}
+    SchedulingConfig(**{name: value for name, value in values.items() if name in known})  # type: ignore[arg-type]
+
+
 def limit_options(command: Command) -> Command:
     """Adds an option for every limit."""
     defaults = {
@@ -83,6 +99,6 @@ def limit_options(command: Command) -> Command:
     for limit in reversed(LIMITS):
         default = defaults[limit.field]
         command = click.option(
-            limit.flag, limit.field, type=type(default), default=default, help=limit.help
+            limit.flag, limit.field, type=limit.type_of(default), default=default, help=limit.help
         )(command)
     return command

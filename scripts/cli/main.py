@@ -45,7 +45,8 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Serves large language models across many chips of any make.
 
-    Exit status: 0 done, 1 error, 2 wrong usage, 3 the service is not reachable.
+    Exit status: 0 done, 1 error, 2 wrong usage, 3 the service is not reachable, 130 an answer was
+    interrupted.
     """
 
 

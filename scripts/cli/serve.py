@@ -14,7 +14,8 @@ import click
 
 from backends.errors import BackendError
 from backends.plugin import find_backend
-from scripts.cli.limit_options import LIMITS
+from control_plane.errors import ConfigurationError
+from scripts.cli.limit_options import LIMITS, check_limits
 from scripts.cli.serve_options import serve_options
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
@@ -68,6 +69,10 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
     values["model_path"] = str(values["model_path"] or _packaged_model())
     values["tokenizer_threads"] = values["tokenizer_threads"] or max(1, physical_cores_count() // 2)
     values["prefix_cache"] = values["prefix_cache"] == "on"
+    try:
+        check_limits({limit.field: values[limit.field] for limit in LIMITS})
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
     limits = {limit.flag: values.pop(limit.field) for limit in LIMITS}
     settings = ServeSettings(**values, limits=limits)  # type: ignore[arg-type]
     if len(settings.kv_blocks) not in (0, 1, settings.chips_count):
@@ -85,6 +90,8 @@ def settings_lines(settings: ServeSettings) -> list[str]:
         for option in serve.params
         if hasattr(settings, option.name or "")
     }
+    # Nobody decides on a secret that is not there.
+    shown["join-token-file"] = settings.join_token_file or "none"
     shown |= {flag.removeprefix("--"): value for flag, value in settings.limits.items()}
     width = max(len(name) for name in shown)
     return [f"  {name:<{width}}  {_text(value)}" for name, value in shown.items()]
@@ -113,6 +120,8 @@ def invitation(host: str, addresses: Addresses) -> list[str]:
     if addresses.grpc_port != 50051:
         chat += ["--grpc-port", str(addresses.grpc_port)]
     return [
+        "",
+        "Ask the model over HTTP, or from another terminal with the command:",
         "",
         f"curl -s http://{shown_host}:{addresses.http_port}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,14 +24,21 @@ def status(host: str, http_port: int, grpc_port: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=2))
         return
-    console = Console()
+    console = Console(highlight=False)
     console.print(_health_line(host, http_port))
-    console.print(_worker_table(_rows(answer["workers"])))
-    console.print(_group_table(_rows(answer["groups"])))
+    groups = _rows(answer["groups"])
+    for table in (
+        _worker_table(_rows(answer["workers"])),
+        _group_table(groups),
+        _block_table(groups),
+    ):
+        console.print(table)
     requests = answer["requests"]
     assert isinstance(requests, dict)
-    sizes = ", ".join(f"{name} {count}" for name, count in requests.items())
-    console.print(f"Requests: {sizes}. Tokens generated: {answer['generated_tokens']}.")
+    console.print(f"Requests: {requests['running']} running, {requests['waiting']} waiting.")
+    console.print(
+        f"Tokens generated: {answer['generated_tokens']}. Failovers: {answer['failovers']}."
+    )
 
 
 def _health_line(host: str, http_port: int) -> str:
@@ -47,7 +55,7 @@ def _rows(value: object) -> Sequence[Row]:
 
 
 def _worker_table(workers: Sequence[Row]) -> Table:
-    table = Table("Worker", "Process", "State", "Group", "Device", title="Workers")
+    table = _table("Workers", ("Worker", "Process", "State", "Group", "Device"))
     for worker in workers:
         columns = ("id", "pid", "state", "group", "device")
         table.add_row(*(str(worker[column]) for column in columns))
@@ -55,16 +63,35 @@ def _worker_table(workers: Sequence[Row]) -> Table:
 
 
 def _group_table(groups: Sequence[Row]) -> Table:
-    table = Table("Group", "State", "Epoch", "Workers", title="Groups")
-    for name in ("Running", "Waiting", "Retracted", "Blocks"):
-        table.add_column(name, justify="right")
+    table = _table(
+        "Groups",
+        ("Group", "State", "Epoch", "Workers"),
+        numbers=("Running", "Waiting", "Retracted"),
+    )
     for group in groups:
-        ranks, blocks = group["ranks"], group["blocks"]
+        ranks = group["ranks"]
         assert isinstance(ranks, list)
-        assert isinstance(blocks, dict)
         facts = (group["id"], group["state"], group["epoch"], " ".join(ranks))
         counts = (group["running"], group["waiting"], group["retracted"])
-        shares = (("free", "free"), ("cached", "cached"), ("referenced", "in use"))
-        block_counts = "\n".join(f"{blocks[name]} {shown}" for name, shown in shares)
-        table.add_row(*(str(value) for value in (*facts, *counts)), block_counts)
+        table.add_row(*(str(value) for value in (*facts, *counts)))
+    return table
+
+
+def _block_table(groups: Sequence[Row]) -> Table:
+    table = _table("Blocks", ("Group",), numbers=("Tokens each", "Free", "Cached", "In use"))
+    for group in groups:
+        blocks = group["blocks"]
+        assert isinstance(blocks, dict)
+        counts = (blocks["free"], blocks["cached"], blocks["referenced"])
+        table.add_row(*(str(value) for value in (group["id"], group["block_tokens"], *counts)))
+    return table
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:
+    """A table whose columns fit 80 characters; only a long list of workers breaks into lines."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in words:
+        table.add_column(name, no_wrap=name not in ("Workers", "Device"), overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -12,7 +13,8 @@ from click.testing import CliRunner
 from scripts.cli.limit_options import LIMITS
 from scripts.cli.main import COMMANDS, main
 from scripts.cli.serve import invitation, serve, settings_lines, settings_of
-from scripts.launcher import Addresses
+from scripts.client import Generation, Message, Piece, PolychipClient, ServiceRefused
+from scripts.launcher import Addresses, progress_lines
 from scripts.settings import ServeSettings, control_plane_command, worker_command
 from scripts.topology import numa_nodes_count
 
@@ -70,6 +72,10 @@ def test_groups_and_blocks_reach_the_processes() -> None:
         (["--backend", "unheard-of"], "unheard-of"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--max-running", "0"], "--max-running"),
+        (["--digest-interval", "0"], "--digest-interval"),
+        (["--ageing", "-1"], "--ageing"),
+        (["--oldest-prefill-share", "2"], "--oldest-prefill-share"),
+        (["--heartbeat-timeout", "0.1"], "heartbeat timeout 0.1 s"),
     ],
     ids=str,
 )
@@ -104,6 +110,75 @@ def test_an_unreachable_service_is_status_3(command: list[str]) -> None:
     assert result.exit_code == 3
     assert "127.0.0.1:1" in result.output
     assert "polychip serve" in result.output
+
+
+def a_status(groups_count: int) -> dict[str, object]:
+    """A status with numbers as wide as a long run makes them; two chips a group."""
+    ranks = [[f"chip{2 * group}", f"chip{2 * group + 1}"] for group in range(groups_count)]
+    blocks = {"free": 1234567, "cached": 1234567, "referenced": 1234567, "total": 3703701}
+    return {
+        "workers": [
+            {"id": name, "pid": 4194304, "state": "cordoned", "group": f"g{group}", "device": "cpu"}
+            for group, names in enumerate(ranks)
+            for name in names
+        ],
+        "groups": [
+            {
+                "id": f"g{group}",
+                "epoch": 100,
+                "ranks": names,
+                "state": "recovering",
+                "blocks": blocks,
+            }
+            | {"running": 100, "waiting": 1024, "retracted": 100, "block_tokens": 16}
+            for group, names in enumerate(ranks)
+        ],
+        "requests": {"running": 100, "waiting": 1024},
+        "generated_tokens": 1 << 40,
+        "failovers": 3,
+    }
+
+
+def test_the_status_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolychipClient, "status", lambda _: a_status(2))
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["status", "--http-port", "1"])
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.output
+    for words in (["Running", "Waiting", "Retracted"], ["g1", "16", "1234567", "1234567"]):
+        assert any(set(words) <= set(line.split()) for line in result.output.splitlines()), words
+    assert "Failovers: 3" in result.output
+
+
+def test_progress_is_a_line_of_workers_and_one_a_serving_group() -> None:
+    status = a_status(2)
+    groups = status["groups"]
+    assert isinstance(groups, list)
+    groups[1]["state"] = "serving"
+    assert progress_lines(status) == [
+        "chip0 cordoned, chip1 cordoned, chip2 cordoned, chip3 cordoned",
+        "g1 serves on chip2 chip3 with 3703701 blocks of 16 tokens (epoch 100)",
+    ]
+
+
+def test_a_refusal_does_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Generation] = []
+
+    def answers(
+        _: PolychipClient, generation: Generation, on_lost: Callable[[], None]
+    ) -> Iterator[Piece]:
+        del on_lost
+        asked.append(generation)
+        if len(asked) == 1:
+            raise ServiceRefused("too long", "INVALID_ARGUMENT")
+        yield Piece(0, (1,), "fine")
+
+    monkeypatch.setattr(PolychipClient, "model_info", lambda _: {"names": ["m"]})
+    monkeypatch.setattr(PolychipClient, "generate", answers)
+    result = CliRunner().invoke(main, ["chat"], input="first\nsecond\n")
+    assert "Error: too long" in result.output
+    assert "fine" in result.output
+    assert asked[1].prompt == (Message("user", "second"),)
+    assert result.exit_code == 1
 
 
 def test_every_command_has_help() -> None:

@@ -123,7 +123,10 @@ def test_a_lost_connection_is_resumed_without_gap_or_repeat(serve) -> None:
         context.abort(grpc.StatusCode.UNAVAILABLE, "the connection went")
 
     client, inference = serve(breaking)
-    pieces = list(client.generate(Generation("hello", request_id="mine")))
+    lost: list[int] = []
+    generation = Generation("hello", request_id="mine")
+    pieces = list(client.generate(generation, lambda: lost.append(len(inference.requests))))
+    assert lost == [1, 3], "told once for each loss, not for each try"
     assert [token for piece in pieces for token in piece.token_ids] == ANSWER
     assert "".join(piece.text for piece in pieces) == "".join(f"{token} " for token in ANSWER)
     assert [len(request.resume_output_ids) for request in inference.requests] == [0, 4, 4, 6]
