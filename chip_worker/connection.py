@@ -22,7 +22,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from chip_worker.batch import Fault, FormGroup, Ready, Report
+from chip_worker.batch import Fault, FaultKind, FormGroup, Ready, Report
 from chip_worker.config import WorkerConfig
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
@@ -86,8 +86,9 @@ class Connection:
     def report(self, report: Report) -> None:
         """Sends a report if its epoch still lasts; returns at once."""
         if isinstance(report, Fault) and report.exiting:
-            self.exit_code = ExitCode.DEVICE_LOST
-            self.inbox.put_shutdown("the chip failed for good")
+            model_failed = report.kind is FaultKind.MODEL
+            self.exit_code = ExitCode.MODEL_FAILED if model_failed else ExitCode.DEVICE_LOST
+            self.inbox.put_shutdown(f"failed for good: {report.message}")
         self._call_soon(lambda: self._send(report))
 
     def close(self, reason: str) -> None:

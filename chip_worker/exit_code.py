@@ -21,4 +21,4 @@ class ExitCode(IntEnum):
     BACKEND_FAILED = 7
     """The backend or its chip could not be opened; the traceback says why."""
     MODEL_FAILED = 8
-    """The model cannot be read; a restart does not help."""
+    """The model cannot be read, or not be split as asked; a restart does not help."""

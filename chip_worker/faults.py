@@ -32,4 +32,4 @@ def fault_kind(error: Exception) -> FaultKind:
 
 def is_fatal(error: Exception) -> bool:
     """True if the process cannot serve again and must exit."""
-    return isinstance(error, DeviceLost)
+    return isinstance(error, DeviceLost) or fault_kind(error) is FaultKind.MODEL

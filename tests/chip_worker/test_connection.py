@@ -311,15 +311,19 @@ def test_a_worker_leaves_even_if_nobody_answers(plane, tmp_path):
     assert worker.state()["state"] == "leaving"
 
 
-def test_a_lost_chip_is_reported_before_the_process_ends(plane, worker):
+@pytest.mark.parametrize(
+    ("kind", "exit_code"),
+    [(FaultKind.DEVICE, ExitCode.DEVICE_LOST), (FaultKind.MODEL, ExitCode.MODEL_FAILED)],
+)
+def test_a_final_fault_is_reported_before_the_process_ends(plane, worker, kind, exit_code):
     stream = plane.next_stream()
     form(stream)
     stream.read()
-    worker.connection.report(Fault(TERM, 1, 3, FaultKind.DEVICE, "the chip fell off", exiting=True))
+    worker.connection.report(Fault(TERM, 1, 3, kind, "it fell off", exiting=True))
     worker.compute.join(5)
-    worker.connection.close("the chip failed")
-    assert stream.read().fault.message == "the chip fell off"
-    assert worker.connection.exit_code is ExitCode.DEVICE_LOST
+    worker.connection.close("failed for good")
+    assert stream.read().fault.message == "it fell off"
+    assert worker.connection.exit_code is exit_code
 
 
 def test_a_compute_thread_that_does_not_come_back_ends_the_process(plane, worker):

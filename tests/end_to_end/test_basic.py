@@ -280,3 +280,24 @@ def test_sigterm_lets_a_running_answer_finish(clusters: Clusters) -> None:
         usage = next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
         assert usage["completion_tokens"] == DRAINED_TOKENS
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.end_to_end
+def test_a_split_the_model_does_not_allow_ends_the_start(clusters: Clusters) -> None:
+    clusters.close()
+    ports = ["--http-port", "0", "--grpc-port", "0", "--worker-port", "0"]
+    command = [sys.executable, "-m", "scripts.cli.main", "serve", *ports]
+    ended = subprocess.run(
+        [*command, "--groups", "4", "--kv-policy", "shard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "no worker can start" in ended.stdout + ended.stderr
+    # What is asked, the limit, and the remedy.
+    assert "4 chips" in ended.stderr
+    assert "3 key/value heads" in ended.stderr
+    assert "1 to 3 chips per group" in ended.stderr
