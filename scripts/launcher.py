@@ -1,7 +1,8 @@
 """Starts the control plane and the workers of this machine, keeps the workers alive, stops all.
 
 control plane ends          -> stop the workers, exit with its status
-worker ends with 0          -> it left on purpose (drained): leave it
+worker ends with 0          -> it was asked to leave: leave it
+no group can be complete    -> stop: requests would wait for ever
 worker ends otherwise       -> start it again, after a pause that grows
 verdict: a worker is frozen -> kill that process; the rule above starts it again
 SIGTERM, SIGINT             -> the control plane drains and ends; a second one: end now
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import anyio
@@ -40,6 +42,8 @@ PAUSE_S_MIN = 0.5
 PAUSE_S_MAX = 30.0
 SERVED_A_WHILE_S = 60.0
 START_FAILURES_MAX = 4
+LAST_LEFT_S = 3.0
+"""A control plane that stops tells its workers to leave, and ends within this."""
 HOPELESS = (ExitCode.USAGE, ExitCode.REFUSED, ExitCode.MODEL_FAILED)
 
 
@@ -55,12 +59,12 @@ class Addresses:
 class RestartPause:
     """The pause before a worker is started again: doubles, and forgets after a good run.
 
-    hopeless: the worker ended in a way that starting it again would repeat.
+    over: the worker left as asked, or ended in a way that starting it again would repeat.
     """
 
     def __init__(self) -> None:
         self.failures_count = 0
-        self.hopeless = False
+        self.over = False
 
     def next_s(self, ran_s: float) -> float:
         """Seconds to wait after a process that ran `ran_s`."""
@@ -90,6 +94,7 @@ class Launcher:
         self._pauses = {worker_id(i): RestartPause() for i in range(settings.chips_count)}
         self._ready = False
         self._signals_count = 0
+        self._gave_up = False
 
     async def run(self) -> int:
         """Runs the service to its end; the exit status for the shell."""
@@ -146,27 +151,35 @@ class Launcher:
             started = time.monotonic()
             process = self._workers[name] = await start_child(command)
             code = await process.wait()
-            if code == ExitCode.LEFT:
-                self._report(f"{name} left")
-                return
             pause_s = pause.next_s(time.monotonic() - started)
-            pause.hopeless = code in HOPELESS
-            if self._start_failed():
-                self._report(f"{name} {_described(code)}; no worker can start, stopping")
-                send_signal(control_plane, signal.SIGTERM)
+            pause.over = code == ExitCode.LEFT or code in HOPELESS
+            if not self._group_may_serve():
+                self._report(f"{name} {_described(code)}")
+                await self._give_up(control_plane)
                 return
-            if pause.hopeless:
-                self._report(f"{name} {_described(code)}; starting it again would not help")
+            if pause.over:
+                self._report(f"{name} {_described(code)}; it is not started again")
                 return
             self._report(f"{name} {_described(code)}; starting it again in {pause_s:g} s")
             await anyio.sleep(pause_s)
 
-    def _start_failed(self) -> bool:
-        """True when the service never came up and no worker can be expected to start."""
-        return not self._ready and all(
-            pause.hopeless or pause.failures_count >= START_FAILURES_MAX
-            for pause in self._pauses.values()
-        )
+    def _group_may_serve(self) -> bool:
+        """False once every group lacks a worker for good."""
+        pauses = iter(self._pauses.values())
+        groups = [list(islice(pauses, size)) for size in self._settings.group_sizes]
+        return not all(any(self._is_gone(pause) for pause in group) for group in groups)
+
+    def _is_gone(self, pause: RestartPause) -> bool:
+        never_started = not self._ready and pause.failures_count >= START_FAILURES_MAX
+        return pause.over or never_started
+
+    async def _give_up(self, control_plane: Process) -> None:
+        """Ends a service that cannot serve any more: requests would wait for ever."""
+        await anyio.sleep(LAST_LEFT_S)
+        if not (self._signals_count or self._gave_up):
+            self._gave_up = True
+            self._report("no group can be complete again, stopping")
+            send_signal(control_plane, signal.SIGTERM)
 
     async def _watch_verdicts(self, admin: AdminWatcher) -> None:
         while True:
@@ -211,7 +224,7 @@ class Launcher:
                 tasks.start_soon(end_child, process, grace_s)
 
     def _exit_status(self, control_plane_code: int) -> int:
-        if self._start_failed():
+        if self._gave_up:
             return 1
         if self._signals_count > 1:
             return 1

@@ -77,7 +77,7 @@ class StepStream:
 
     async def run(self, context: Context) -> None:
         """Carries messages both ways until either side ends the stream, then reports the loss."""
-        kind, message = LossKind.STREAM, "the control plane stopped"
+        kind, message = LossKind.STREAM, "the stream was cancelled"
         try:
             with self._scope:
                 async with anyio.create_task_group() as tasks:
@@ -105,6 +105,8 @@ class StepStream:
                 message = await context.read()
             except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
                 return LossKind.STREAM, f"the stream cannot be read: {error}"
+            except ProtocolError as error:
+                return self._refuse(error)
             if not isinstance(message, worker_pb2.AttachRequest):
                 return LossKind.STREAM, "the stream ended without Goodbye"
             if message.WhichOneof("kind") == "goodbye":
@@ -112,10 +114,13 @@ class StepStream:
             try:
                 self._take(message)
             except ProtocolError as error:
-                self._counters.messages_refused += 1
-                _log.error(MESSAGE_REFUSED, worker=self.worker.worker_id, error=str(error))
-                self.close(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                return LossKind.INTERNAL, str(error)
+                return self._refuse(error)
+
+    def _refuse(self, error: ProtocolError) -> tuple[LossKind, str]:
+        self._counters.messages_refused += 1
+        _log.error(MESSAGE_REFUSED, worker=self.worker.worker_id, error=str(error))
+        self.close(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return LossKind.INTERNAL, str(error)
 
     def _take(self, message: worker_pb2.AttachRequest) -> None:
         term, epoch = wire.decode_fence(message)

@@ -11,6 +11,7 @@ from control_plane.dispatch import wire
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.step_stream import Context
 from control_plane.errors import ConfigurationError, ProtocolError
+from control_plane.message_guard import MessageGuard, refuse
 from control_plane.scheduling.messages import WorkerInfo
 from protos import worker_pb2
 
@@ -47,7 +48,9 @@ class WorkerServer:
         self._lease_s = lease_s
         self._join_token = join_token
         self._hello_timeout_s = hello_timeout_s
-        self._server = grpc.aio.server(options=_server_options(message_bytes_max))
+        self._server = grpc.aio.server(
+            interceptors=[MessageGuard()], options=_server_options(message_bytes_max)
+        )
         # Responses are bytes already: a step is serialized once for all ranks.
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Attach": grpc.stream_stream_rpc_method_handler(
@@ -93,8 +96,18 @@ class WorkerServer:
     async def _admit(self, context: Context) -> WorkerInfo:
         """The worker behind a new stream; aborts the call of one that may not come in."""
         message = None
-        with anyio.move_on_after(self._hello_timeout_s):
-            message = await context.read()
+        with anyio.move_on_after(self._hello_timeout_s) as patience:
+            try:
+                message = await context.read()
+            except ProtocolError as error:
+                await refuse(context, error)
+        if patience.cancelled_caught:
+            # Either side may only have been slow: unlike a refusal, this is worth another try.
+            await self._refuse(
+                context,
+                grpc.StatusCode.UNAVAILABLE,
+                f"no Hello came within {self._hello_timeout_s:g} s; dial again",
+            )
         if not isinstance(message, worker_pb2.AttachRequest) or not message.HasField("hello"):
             await self._refuse(
                 context, grpc.StatusCode.FAILED_PRECONDITION, "a stream begins with Hello"

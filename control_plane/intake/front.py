@@ -65,6 +65,7 @@ class Intake:
             ChatTemplate(model.chat_template, model.special_tokens, local_now),
             config.tokenizer_threads,
             waiting_max=config.scheduling.queue_requests_max,
+            context_tokens=card.context_tokens,
         )
         admission = Admission(card, self._pool, random.SystemRandom())
         self._verdicts = VerdictHub()

@@ -19,6 +19,7 @@ from control_plane.intake.answer_book import AnswerBook
 from control_plane.intake.grpc_errors import abort
 from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
+from control_plane.message_guard import MessageGuard
 from control_plane.request import Request
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -126,7 +127,10 @@ class GrpcServer:
 
     async def start(self, tasks: TaskGroup) -> int:
         """Listens; returns the port. Raises ConfigurationError if the address cannot be had."""
-        server = grpc.aio.server(options=_server_options(self._config.client_message_bytes_max))
+        server = grpc.aio.server(
+            interceptors=[MessageGuard()],
+            options=_server_options(self._config.client_message_bytes_max),
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

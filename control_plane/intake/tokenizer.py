@@ -5,6 +5,7 @@ token (see detokenizer) without ever asking what the tokens before it were.
 """
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -15,6 +16,10 @@ from control_plane.intake.model_files import GgufVocabulary, TokenizerJson, Toke
 
 CONTROL = 3
 USER_DEFINED = 4
+
+NFC_SHRINKS_MOST = 9
+"""Bytes of text that may become one under NFC: decomposing shrinks it to a third at most (U+1FEF),
+composing what comes of that to another third (U+1FAA)."""
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -38,6 +43,10 @@ class Tokenizer:
         added = self._library.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._bytes = _token_bytes(self._library.get_vocab(with_added_tokens=True))
+        self._unknown_bytes = _unknown_bytes(self._library)
+        self._token_text_bytes_max = _token_text_bytes_max(
+            self._library, self._bytes, self._unknown_bytes
+        )
 
     def encode(self, text: str, *, add_special: bool) -> tuple[int, ...]:
         """Token ids of the text; names of special tokens in it become these tokens.
@@ -55,6 +64,13 @@ class Tokenizer:
         if add_special and len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._special_ids:
             return ids[1:]
         return ids
+
+    def tokens_min(self, text: bytes) -> int:
+        """Least tokens the text can have, from its size alone; 0 if nothing is known."""
+        longest = self._token_text_bytes_max
+        if longest is None:
+            return 0
+        return -(-len(text.translate(None, self._unknown_bytes)) // longest)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the tokens without special ones; bytes that are no UTF-8 become U+FFFD."""
@@ -151,6 +167,42 @@ def _token_bytes(vocabulary: dict[str, int]) -> list[bytes]:
         spelled = letters.issuperset(text)
         table[index] = bytes(map(alphabet.__getitem__, text)) if spelled else text.encode()
     return table
+
+
+def _unknown_bytes(library: LibraryTokenizer) -> bytes:
+    """Bytes without a token of their own: the library leaves them out of what it encodes."""
+    vocabulary = library.get_vocab(with_added_tokens=False)
+    return bytes(byte for text, byte in _byte_alphabet().items() if text not in vocabulary)
+
+
+def _token_text_bytes_max(
+    library: LibraryTokenizer, table: list[bytes], unknown_bytes: bytes
+) -> int | None:
+    """Most bytes of text one token can stand for; None where text may vanish on its way."""
+    added = library.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    if not _keeps_text(library.pre_tokenizer):
+        return None
+    if library.normalizer is None:
+        shrinks = 1
+    elif isinstance(library.normalizer, normalizers.NFC) and not unknown_bytes:
+        shrinks = NFC_SHRINKS_MOST
+    else:
+        return None
+    return shrinks * max(map(len, [*table, *(token.content.encode() for token in added)]))
+
+
+def _keeps_text(pre_tokenizer: pre_tokenizers.PreTokenizer | None) -> bool:
+    # Without a byte-level stage every character that is no letter of the alphabet gets lost.
+    if pre_tokenizer is None:
+        return False
+    stage = json.loads(pre_tokenizer.__getstate__())
+    stages = stage.get("pretokenizers", [stage])
+    return any(stage["type"] == "ByteLevel" for stage in stages) and all(
+        stage["type"] in ("ByteLevel", "Digits", "Split") and stage.get("behavior") != "Removed"
+        for stage in stages
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -17,15 +17,25 @@ Argument = TypeVar("Argument")
 
 
 class TokenizerPool:
-    """waiting_max: most texts in work or waiting for a thread; QueueFull beyond them."""
+    """waiting_max: most texts in work or waiting for a thread; QueueFull beyond them.
+
+    context_tokens: a text that cannot have fewer is refused without the seconds it would take.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, threads_count: int, *, waiting_max: int
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        threads_count: int,
+        *,
+        waiting_max: int,
+        context_tokens: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._executor = ThreadPoolExecutor(threads_count, thread_name_prefix="tokenizer")
         self._waiting_max = waiting_max
+        self._context_tokens = context_tokens
         self._waiting_count = 0
 
     async def encode(self, text: str) -> tuple[int, ...]:
@@ -57,17 +67,26 @@ class TokenizerPool:
             self._waiting_count -= 1
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        try:
-            return self._tokenizer.encode(text, add_special=True)
-        except UnicodeEncodeError as error:
-            raise _not_unicode("prompt", error) from error
+        return self._encode_field("prompt", text, add_special=True)
 
     def _encode_chat(self, messages: Sequence[Mapping[str, object]]) -> tuple[int, ...]:
         text = self._template.render(messages)
+        return self._encode_field("messages", text, add_special=False)
+
+    def _encode_field(self, field: str, text: str, *, add_special: bool) -> tuple[int, ...]:
         try:
-            return self._tokenizer.encode(text, add_special=False)
+            text_bytes = text.encode()
         except UnicodeEncodeError as error:
-            raise _not_unicode("messages", error) from error
+            raise _not_unicode(field, error) from error
+        # Strictly more: the start token may be dropped from what the text itself gives.
+        if self._tokenizer.tokens_min(text_bytes) > self._context_tokens:
+            raise InvalidRequest(
+                f"{field}: {len(text_bytes)} bytes of text cannot fit the context of "
+                f"{self._context_tokens} tokens with room for output; send at most "
+                f"{self._context_tokens - 1} tokens",
+                field=field,
+            )
+        return self._tokenizer.encode(text, add_special=add_special)
 
 
 def _not_unicode(field: str, error: UnicodeEncodeError) -> InvalidRequest:

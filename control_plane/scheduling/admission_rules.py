@@ -36,11 +36,11 @@ def tokens_limit(
         if refusal:
             return refusal
         limit = request.max_tokens
-    if len(request.output_ids) >= limit:
+    if len(request.output_ids) > limit:
         return InvalidRequest(
-            f"output_ids has {len(request.output_ids)} tokens; the answer is at most {limit}: "
-            f"nothing is left to generate",
-            field="output_ids",
+            f"resume_output_ids has {len(request.output_ids)} tokens; context and memory allow an "
+            f"answer of at most {limit}: send those that were received, {limit} or fewer",
+            field="resume_output_ids",
         )
     return limit
 

@@ -204,7 +204,10 @@ class SchedulingCore:
         self._emit(Accepted(live.request_id, live.tokens_max))
         if request.deadline is not None:
             self._timers.set(("deadline", live.request_id), request.deadline)
-        self._dispatch(live, now)
+        if live.is_complete:
+            self._hold(live, now)
+        else:
+            self._dispatch(live, now)
 
     def _admissible(self, request: Request) -> int | RequestError:
         """The request's limit of output tokens, or why it is refused."""

@@ -119,9 +119,35 @@ def test_a_worker_that_left_stays_away(start: Callable[..., Running]) -> None:
     running = start()
     running.wait_until_ready()
     (running.folder / "chip1.end").write_text("0")
-    running.wait_for(lambda: "chip1 left" in running.text())
+    running.wait_for(lambda: "; it is not started again" in running.text())
     time.sleep(1.0)
     assert len(running.pids("chip1")) == 1
+    assert running.process.poll() is None
+
+
+@pytest.mark.parametrize("first", [ExitCode.LEFT, ExitCode.REFUSED])
+def test_when_the_last_worker_left_the_service_stops(
+    start: Callable[..., Running], first: ExitCode
+) -> None:
+    running = start()
+    running.wait_until_ready()
+    for name, status in (("chip0", first), ("chip1", ExitCode.LEFT)):
+        (running.folder / f"{name}.end").write_text(str(int(status)))
+    assert running.process.wait(DEADLINE_S) == 1
+    assert "no group can be complete again, stopping" in running.text()
+    assert len(running.pids("chip0")) == len(running.pids("chip1")) == 1
+
+
+def test_workers_that_a_stopping_control_plane_sends_away_are_no_failure(
+    start: Callable[..., Running],
+) -> None:
+    running = start()
+    running.wait_until_ready()
+    for name in ("chip0", "chip1"):
+        (running.folder / f"{name}.end").write_text("0")
+    running.wait_for(lambda: all(gone(pid) for n in ("chip0", "chip1") for pid in running.pids(n)))
+    (running.folder / "end").write_text("0")
+    assert running.process.wait(DEADLINE_S) == 0
 
 
 def test_a_verdict_kills_that_process_only(start: Callable[..., Running]) -> None:
@@ -167,7 +193,7 @@ def test_workers_that_never_start_end_the_service(
         (tmp_path / f"{name}.end").write_text(str(int(status)))
     running = start()
     assert running.process.wait(DEADLINE_S) == 1
-    assert "no worker can start" in running.text()
+    assert "no group can be complete again" in running.text()
     assert status.name in running.text()
     assert len(running.pids("chip0")) == starts
 

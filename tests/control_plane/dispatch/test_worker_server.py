@@ -10,8 +10,10 @@ import time
 import grpc
 import pytest
 
+from control_plane.dispatch.step_stream import StepStream
 from control_plane.dispatch.worker_server import WorkerServer
 from control_plane.errors import ConfigurationError
+from control_plane.metrics import DispatchCounters
 from control_plane.scheduling.messages import (
     DropWorker,
     FormGroup,
@@ -32,6 +34,7 @@ from control_plane.scheduling.messages import (
 from protos import worker_pb2
 from tests.control_plane.dispatch.conftest import TERM
 from tests.fakes.dialling_worker import DiallingWorker
+from tests.fakes.driven_core import worker_info
 
 pytestmark = pytest.mark.anyio
 
@@ -75,8 +78,62 @@ async def test_a_hello_that_cannot_be_taken_is_refused_with_the_reason(
 
 
 async def test_a_silent_stream_is_ended(plane):
-    code, _ = await plane.worker().status()
+    """With a status that does not tell the worker to give up: it may only have been slow."""
+    code, details = await plane.worker().status()
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "no Hello came within 0.3 s" in details
+
+
+async def test_a_stream_that_begins_otherwise_is_refused(plane):
+    worker = plane.worker()
+    await worker.send(goodbye=worker_pb2.Goodbye(reason="hello"))
+    code, details = await worker.status()
     assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "begins with Hello" in details
+
+
+@pytest.mark.parametrize("attached", [False, True])
+async def test_bytes_that_are_no_message_end_only_their_stream(plane, caplog, attached):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{plane.port}") as channel:
+        call = channel.stream_stream("/polychip.v1.WorkerService/Attach")()
+        other = plane.worker("chip1")
+        await other.attach()
+        if attached:
+            await call.write(other.hello(worker_id="chip0").SerializeToString())
+            await call.read()
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "2 bytes are no message" in await call.details()
+    assert plane.counters.messages_refused == int(attached)
+    assert plane.count(WorkerLost) == int(attached)
+    assert await other.heartbeat(TERM)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_heartbeat_that_is_no_message_is_refused(plane, caplog):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{plane.port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/polychip.v1.WorkerService/Heartbeat")(b"\xff\xff")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_stream_whose_handler_is_cancelled_says_so():
+    class SilentContext:
+        async def read(self) -> None:
+            await asyncio.Event().wait()
+
+        async def write(self, message: bytes) -> None:
+            raise AssertionError(message)
+
+    events = []
+    stream = StepStream(worker_info("chip0"), TERM, events.append, DispatchCounters())
+    running = asyncio.ensure_future(stream.run(SilentContext()))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [event.message for event in events] == ["the stream was cancelled"]
 
 
 async def test_the_join_token_decides(plane_with):

@@ -29,7 +29,7 @@ CONTEXT_TOKENS = 256
 def admission(tiny_model):
     tokenizer = Tokenizer(tiny_model.tokenizer, "tiny")
     template = ChatTemplate(tiny_model.chat_template, {}, datetime.now)
-    pool = TokenizerPool(tokenizer, template, 1, waiting_max=2)
+    pool = TokenizerPool(tokenizer, template, 1, waiting_max=2, context_tokens=CONTEXT_TOKENS)
     yield Admission(ModelCard.of(tiny_model, "mine", None), pool, random.Random(3))
     pool.close()
 
@@ -150,6 +150,21 @@ async def test_prompts_that_wait_for_a_thread_are_bounded(admission):
     assert "2 prompts wait" in refusals[0].message
     assert refusals[0].retry_after_s
     await admission.admit(wanting())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (TextPrompt("é" * 2_000_000), "prompt"),
+        (ChatPrompt(({"role": "user", "content": "é" * 2_000_000},)), "messages"),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_not_even_tokenized(admission, prompt, field, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    said = f"^{field}: 40000.. bytes .* 256 tokens .* at most 255 tokens"
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        await admission.admit(wanting(prompt=prompt))
+    assert caught.value.field == field
 
 
 async def test_unknown_model(admission):

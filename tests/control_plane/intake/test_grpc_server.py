@@ -423,3 +423,23 @@ async def test_debug_logits_is_off_by_default(start):
             await admin(s).DebugLogits(admin_pb2.DebugLogitsRequest(token_ids=[1]))
     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert "--debug-api" in caught.value.details()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("unary_stream", "polychip.v1.InferenceService/Generate"),
+        ("unary_unary", "polychip.v1.InferenceService/Cancel"),
+        ("unary_unary", "polychip.v1.AdminService/GetStatus"),
+        ("unary_stream", "grpc.health.v1.Health/Watch"),
+        ("stream_stream", "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+    ],
+)
+async def test_bytes_that_are_no_message_are_the_clients_fault(start, caplog, kind, method):
+    async with start() as s:
+        sent = iter([b"\xff\xff"]) if kind == "stream_stream" else b"\xff\xff"
+        call = getattr(s.channel, kind)(f"/{method}")(sent)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "2 bytes are no message" in await call.details()
+        assert (await answer(s, prompt="hi"))[-1].finish_reason
+    assert not [record for record in caplog.records if record.exc_info]

@@ -1,6 +1,7 @@
 """HTTP over a real port against a scripted core."""
 
 import json
+import socket
 from dataclasses import replace
 from itertools import product
 
@@ -8,6 +9,7 @@ import anyio
 import grpc
 import pytest
 
+from control_plane.config import ControlPlaneConfig
 from control_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -15,6 +17,7 @@ from control_plane.errors import (
     ServiceUnavailable,
     WorkerFailure,
 )
+from control_plane.intake.http_server import HttpServer
 from control_plane.request import FinishReason
 from control_plane.scheduling.messages import Cancel, End, ServingChanged, Submit
 from protos import inference_pb2, inference_pb2_grpc
@@ -269,7 +272,7 @@ async def test_a_body_over_the_limit_is_refused(start):
     assert r.status_code == 413
     assert "100000 bytes" in r.json()["error"]["message"]
     assert large.status_code == 400
-    assert "80000 tokens" in large.json()["error"]["message"]
+    assert "80000 bytes" in large.json()["error"]["message"]
 
 
 async def test_models_health_flush_and_request_id(start):
@@ -374,3 +377,28 @@ async def test_logprobs_that_are_no_numbers_become_null(start, core):
         r = await s.http.post("/v1/completions", json={"prompt": "hi", "logprobs": 0})
     assert r.json()["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
     assert FinishReason.STOP.value == r.json()["choices"][0]["finish_reason"]
+
+
+async def _no_app(_scope, _receive, _send) -> None:
+    """Never called: its server only listens."""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_connections_send_small_responses_at_once(host):
+    server = HttpServer(ControlPlaneConfig(model_path="", host=host, http_port=0), _no_app)
+    with server._listen() as listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+async def test_the_date_is_kept_and_stopping_does_not_wait_for_the_next(start):
+    async with start() as s:
+        dates = set()
+        with anyio.fail_after(5):
+            while len(dates) < 2:
+                dates.add((await s.http.get("/health")).headers["date"])
+                await anyio.sleep(0.1)
+        await s.http.aclose()
+        started = anyio.current_time()
+    assert anyio.current_time() - started < 0.9

@@ -269,7 +269,11 @@ async def test_pool_works_off_the_loop(tokenizer, model):
             return super().render(messages)
 
     pool = TokenizerPool(
-        tokenizer, Watched(model.chat_template, {}, datetime.now), 1, waiting_max=8
+        tokenizer,
+        Watched(model.chat_template, {}, datetime.now),
+        1,
+        waiting_max=8,
+        context_tokens=2048,
     )
     ids = await pool.encode_chat([{"role": "user", "content": "hi"}])
     assert ids[-3:] == (1, 520, 9531, 198)[-3:]
@@ -281,3 +285,32 @@ async def test_pool_works_off_the_loop(tokenizer, model):
 
 def test_there_is_at_least_one_core():
     assert physical_cores_count() >= 1
+
+
+def test_fewest_tokens_of_a_text(tokenizer):
+    """A bound no text may break, and near enough to be of use."""
+    for text in (*TEXTS, " " * 4000, "=" * 4000, "<|im_start|>" * 300, "a" + "\x04" * 4000):
+        assert tokenizer.tokens_min(text.encode()) <= len(tokenizer.encode(text, add_special=False))
+    assert tokenizer.tokens_min(b"x" * 1_000_000) > 1000
+
+
+def test_fewest_tokens_where_text_may_vanish(tiny_model_directory, tmp_path):
+    path = tmp_path / "tokenizer.json"
+
+    def with_changes(change) -> Tokenizer:
+        content = json.loads((tiny_model_directory / "tokenizer.json").read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+        return Tokenizer(TokenizerJson(path), "changed")
+
+    text = b"x" * 1300
+    split = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}
+    assert with_changes(lambda _: None).tokens_min(text) == 100
+    assert with_changes(lambda c: c.update(pre_tokenizer=split)).tokens_min(text) == 0
+    assert with_changes(lambda c: c.update(normalizer={"type": "NFKC"})).tokens_min(text) == 0
+    assert with_changes(lambda c: c["added_tokens"][0].update(rstrip=True)).tokens_min(text) == 0
+    assert with_changes(lambda c: c.update(pre_tokenizer=None)).tokens_min(text) == 0
+    composing = with_changes(lambda c: c.update(normalizer={"type": "NFC"}))
+    shrinking = "\u1fbe\u0308\u0301" * 100
+    ids = composing.encode(shrinking, add_special=False)
+    assert 0 < composing.tokens_min(shrinking.encode()) <= len(ids)

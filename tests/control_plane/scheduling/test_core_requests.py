@@ -192,6 +192,23 @@ def test_a_resumed_request_goes_on_at_its_index() -> None:
     assert core.outputs["a"] == known
 
 
+@pytest.mark.parametrize("changes", [{}, {"max_tokens": 14}])
+def test_an_answer_that_is_complete_when_resumed_only_waits_for_its_end(changes) -> None:
+    core = driven(blocks=5)
+    known = tuple(reference(range(6), 14))
+    assert core.submit("a", range(6), output_ids=known, **changes)[0] == Accepted("a", 14)
+    assert not core.plans
+    core.submit("b", range(6), max_tokens=2)
+    core.handle(End("a", 14))
+    core.finish_all()
+    assert core.outputs == {"b": reference(range(6), 2)}
+    assert not core.errors
+    assert not core.core._requests
+    core.submit("c", range(6), output_ids=(*known, 1))
+    assert core.errors["c"].field == "resume_output_ids"
+    assert "at most 14" in str(core.errors["c"])
+
+
 @pytest.mark.parametrize(
     ("prompt", "changes", "field"),
     [
@@ -200,7 +217,7 @@ def test_a_resumed_request_goes_on_at_its_index() -> None:
         (range(6), {"max_tokens": 251}, "max_tokens"),
         (range(6), {"max_tokens": 0}, "max_tokens"),
         (range(6), {"target_group": "g9"}, "target_group"),
-        (range(6), {"max_tokens": 1, "output_ids": (1,)}, "output_ids"),
+        (range(6), {"max_tokens": 1, "output_ids": (1, 2)}, "resume_output_ids"),
     ],
 )
 def test_what_can_never_be_served_is_refused_with_its_field(prompt, changes, field) -> None:
