@@ -204,7 +204,7 @@ def test_a_worker_without_hope_does_not_stop_the_others(
     (tmp_path / "chip0.end").write_text(str(int(ExitCode.MODEL_FAILED)))
     running = start()
     running.wait_until_ready()
-    running.wait_for(lambda: "would not help" in running.text())
+    running.wait_for(lambda: "it is not started again" in running.text())
     time.sleep(1.0)
     assert len(running.pids("chip0")) == 1
     assert running.process.poll() is None
