@@ -127,7 +127,7 @@ class ChipGroups:
         group = self._group_of.get(info.worker_id)
         worker = Worker(info, group.group_id if group else "", now)
         self.workers.put(worker)
-        self._watch.arm(worker)
+        self._watch.arm(worker, now)
         if group is None:
             worker.state = WorkerState.UNUSED
             why = "no group has a worker of this name"
@@ -186,7 +186,8 @@ class ChipGroups:
         self._timers.clear(("form", group.group_id))
         for rank in ranks:
             rank.state = WorkerState.SERVING
-            self._watch.arm(rank)
+            rank.heartbeat_at = now  # The shorter allowance begins only now.
+            self._watch.arm(rank, now)
         self._emit(Log(GROUP_SERVING, {"group": group.group_id, "epoch": group.epoch}))
         self._listener.group_serves(group, ranks, now)
 
@@ -280,7 +281,7 @@ class ChipGroups:
                     rank.heartbeat_at = now  # Loading may have kept it from a sign of life.
                 rank.state = WorkerState.IDLE
                 rank.ready = None
-                self._watch.arm(rank)
+                self._watch.arm(rank, now)
                 info = rank.info
                 self._emit(ResetWorker(info.worker_id, info.incarnation, group.epoch, reason))
         if group.failures:
@@ -309,7 +310,7 @@ class ChipGroups:
         self._timers.set(("form", group.group_id), now + deadline_s)
         for i, rank in enumerate(ranks):
             rank.state = WorkerState.FORMING
-            self._watch.arm(rank)
+            self._watch.arm(rank, now)
             self._emit(
                 FormGroup(
                     worker_id=rank.worker_id,

@@ -224,6 +224,36 @@ def test_a_standstill_of_the_control_plane_is_held_against_nobody() -> None:
     assert not core.errors
 
 
+@pytest.mark.parametrize("stall_s", [0.0, 3.0, 10.0, 25.0])
+@pytest.mark.parametrize("looked_at_s", [0.0, 3.4, 10.0])
+def test_a_rank_silent_while_its_group_forms_has_its_full_allowance_once_it_serves(
+    stall_s, looked_at_s
+) -> None:
+    core = driven(2)
+    core.attach("chip0")
+    first, last = core.attach("chip1")
+    core.make_ready(first)
+    core.wait(looked_at_s)
+    core.now += stall_s
+    assert not of_kind(core.make_ready(last), Condemn)
+    assert core.core.snapshot(core.now).groups[0].state == "serving"
+    assert not of_kind(core.wait(3.9), Condemn)
+    assert of_kind(core.wait(0.2), Condemn)
+
+
+@pytest.mark.parametrize("stall_s", [5.0, 10.0, 15.0, 100.0])
+def test_a_standstill_while_a_group_forms_does_not_shorten_its_time(stall_s) -> None:
+    core = driven(2, formation_deadline_s=20.0)
+    core.attach("chip0")
+    forms = core.attach("chip1")
+    core.wait(4.0)
+    core.now += stall_s
+    core.handle(RendezvousOpened("chip0", 1, forms[0].epoch, b"here"))
+    core.make_ready(forms[0])
+    assert not of_kind(core.wait(15.9), Condemn)
+    assert [e.worker_id for e in of_kind(core.wait(0.2), Condemn)] == ["chip1"]
+
+
 @pytest.mark.parametrize("stall_s", [3.6, 4.0, 4.05, 4.3, 100.0])
 @pytest.mark.parametrize("beats_count", range(8))
 def test_a_worker_unheard_for_a_standstill_has_an_allowance_but_not_for_ever(
