@@ -12,11 +12,39 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """How a slot's tokens are drawn: temperature 0 is greedy; seed and choice key the draws."""
+    """How a slot's tokens are drawn: temperature 0 is greedy; seed and choice key the draws.
+
+    The order is bias, penalties, temperature, top_k, top_p, min_p; every default changes nothing.
+    top_k: 0 keeps all. logit_bias: (token id, bias). suppressed_ids: may not be drawn below the
+    output index min_tokens.
+    """
 
     temperature: float
     seed: int
     choice: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    suppressed_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowWants:
+    """What a request's rows return besides tokens.
+
+    top_tokens: likeliest tokens listed with each drawn one. prompt_top_tokens: None if the prompt
+    is not scored, else likeliest tokens listed with each of its log-probabilities.
+    """
+
+    logprobs: bool = False
+    top_tokens: int = 0
+    prompt_top_tokens: int | None = None
+    logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +60,7 @@ class Admission:
     cached_count: int
     block_ids: tuple[int, ...]
     sampling: SlotSampling
-    wants_logprobs: bool = False
-    wants_logits: bool = False
+    wants: RowWants = RowWants()
     adapter: int = 0
 
 
@@ -65,6 +92,7 @@ class FormGroup:
     context_tokens: int
     kv_policy: str
     step_deadline_s: float
+    vocabulary_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +156,36 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
-    """Outcome of a sampled row; logits are little-endian float32 if asked for."""
+class TopTokens:
+    """The likeliest tokens at one place, best first, with their log-probabilities."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Outcome of a sampled row; logits are little-endian float32 if asked for.
+
+    tops: the likeliest tokens at the place of each drawn one, if asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tops: tuple[TopTokens, ...] = ()
     finite: bool = True
     logits: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of the prompt tokens that follow those a row computed; there may be none.
+
+    tops: the likeliest tokens at the place of each, if asked for.
+    """
+
+    logprobs: tuple[float, ...]
+    tops: tuple[TopTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +201,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of a step, from rank 0; rows in the order of the step's sampled rows."""
+    """Tokens of a step, from rank 0; rows in the order of the step's sampled rows.
+
+    prompt_scores: of the rows that score their prompt, in row order.
+    """
 
     term: int
     epoch: int
     step_id: int
     rows: tuple[RowResult, ...]
     times: StepTimes
+    prompt_scores: tuple[PromptScores, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,17 @@ from backends.interface import (
     KVSpec,
     MemoryPool,
 )
-from chip_worker.batch import FormGroup, RowResult, SlotSampling, Step
+from chip_worker.batch import FormGroup, PromptScores, RowResult, RowWants, SlotSampling, Step
 from chip_worker.config import WorkerConfig
 from chip_worker.memory_pool import KVDemand, open_memory_pool
 from chip_worker.model_runner import ModelRunner, StepBatch, build_batch
 from chip_worker.models.model import ModelPlace
-from chip_worker.sampler import SAMPLE_OPERATION, Sampler, sample_requirement
+from chip_worker.prompt_scorer import PromptScorer
+from chip_worker.sampler import Sampler, sampler_requirements
 from chip_worker.shard_loader import LoadedShard
 from chip_worker.slots import Slot, SlotTables
 from chip_worker.timed_communicator import TimedCommunicator
+from chip_worker.token_scores import TokenScorer
 
 WARM_UP_TOKENS_MAX = 128
 """Enough to measure the rate of a prefill; a longer one would only make the start longer."""
@@ -35,6 +37,14 @@ class WarmUp:
 
     prefill_tokens_per_s: float
     decode_step_s: float
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step returns on rank 0, as in `batch.StepResult`; empty on the other ranks."""
+
+    rows: tuple[RowResult, ...] = ()
+    prompt_scores: tuple[PromptScores, ...] = ()
 
 
 class Formation:
@@ -77,7 +87,12 @@ class Formation:
             blocks_count=self._pool.capacity,
             row_tokens_max=row_tokens_max,
         )
-        self._sampler = Sampler(kernels, self._communicator, device, self._tables)
+        scorer = TokenScorer(kernels, device)
+        vocabulary_tokens = form.vocabulary_tokens or None
+        self._sampler = Sampler(
+            kernels, self._communicator, device, self._tables, scorer, vocabulary_tokens
+        )
+        self._prompt_scorer = PromptScorer(self._runner, scorer, vocabulary_tokens)
 
     @property
     def blocks(self) -> int:
@@ -94,17 +109,20 @@ class Formation:
         """Slots that hold a request."""
         return self._tables.occupied()
 
-    def run(self, step: Step) -> tuple[RowResult, ...]:
-        """Applies and computes a step; results of the sampled rows on rank 0, nothing elsewhere.
+    def run(self, step: Step) -> StepOutcome:
+        """Applies and computes a step.
 
         Raises DivergedError before anything is computed if the step does not fit the tables.
         """
         rows = self._tables.apply(step)
         if not rows:
-            return ()
+            return StepOutcome()
         with torch.no_grad():
-            logits = self._runner.forward(build_batch(rows))
-            return self._sampler.sample(logits, [row.slot for row in rows if row.sampled])
+            batch = build_batch(rows)
+            hidden = self._runner.forward(batch)
+            logits = self._runner.logits(hidden, batch.sampled_tokens)
+            results = self._sampler.sample(logits, [row.slot for row in rows if row.sampled])
+            return StepOutcome(results, self._prompt_scorer.score(hidden, rows))
 
     def warm_up(self) -> WarmUp:
         """Times a prefill and a decode step, on blocks no request uses yet.
@@ -149,7 +167,7 @@ class Formation:
             sampled_tokens=(tokens_count - 1,),
         )
         started_ns = perf_counter_ns()
-        logits = self._runner.forward(batch)
+        logits = self._runner.logits(self._runner.forward(batch), batch.sampled_tokens)
         self._sampler.draw(logits, [_scratch_slot()])
         self._device.synchronize()
         return perf_counter_ns() - started_ns
@@ -161,7 +179,7 @@ def _bind_kernels(
     requirements = loaded.model.requirements(
         loaded.config, loaded.shard, loaded.dtype_name, pool.layout.order, rows_max
     )
-    return runtime.bind_kernels({**requirements, SAMPLE_OPERATION: sample_requirement(rows_max)})
+    return runtime.bind_kernels({**requirements, **sampler_requirements(rows_max)})
 
 
 def _scratch_slot() -> Slot:
@@ -172,6 +190,5 @@ def _scratch_slot() -> Slot:
         length=0,
         block_ids=[],
         sampling=SlotSampling(temperature=1.0, seed=0),
-        wants_logprobs=False,
-        wants_logits=False,
+        wants=RowWants(),
     )

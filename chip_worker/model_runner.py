@@ -1,4 +1,4 @@
-"""Runs the model over the rows of a step: tables in, logits of the sampled rows out."""
+"""Runs the model over the rows of a step: tables in, hidden states out, logits of chosen tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,19 +54,25 @@ class ModelRunner:
         self._pool = pool
         self._device = device
 
-    def forward(self, batch: StepBatch) -> torch.Tensor | None:
-        """Computes the batch and returns the float32 logits [R, V] of its sampled rows.
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Computes the batch and returns the hidden states [T, H] of its tokens.
 
-        None on ranks other than 0, and where no row is sampled. Every rank of the group must call
-        it with the same batch. Raises whatever chip and communicator raise.
+        Every rank of the group must call it with the same batch. Raises whatever chip and
+        communicator raise.
         """
         ids = self._device.to_chip(torch.from_numpy(batch.ids))
         positions = self._device.to_chip(torch.from_numpy(batch.positions))
-        hidden = self._model.forward(ids, positions, self._pool.bind(batch.rows))
-        if not batch.sampled_tokens:
+        return self._model.forward(ids, positions, self._pool.bind(batch.rows))
+
+    def logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor | None:
+        """The float32 logits [R, V] of R tokens, given by their ascending places in `hidden`.
+
+        None on ranks other than 0, and where `places` is empty. Every rank must call it alike.
+        """
+        if not places:
             return None
-        if len(batch.sampled_tokens) < hidden.shape[0]:
+        if len(places) < hidden.shape[0]:
             # Only these rows go through the LM head, the largest matrix of small models.
-            chosen = self._device.to_chip(torch.tensor(batch.sampled_tokens, dtype=torch.int64))
+            chosen = self._device.to_chip(torch.tensor(places, dtype=torch.int64))
             hidden = hidden[chosen]
         return self._model.logits(hidden)

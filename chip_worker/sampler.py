@@ -7,29 +7,33 @@ import torch
 
 from backends.interface import Communicator, Device, KernelTable, Requirement
 from chip_worker.batch import RowResult
+from chip_worker.logit_adjustments import adjust_rows
 from chip_worker.slots import Slot, SlotTables
+from chip_worker.token_scores import LOGPROBS_OPERATION, TokenScore, TokenScorer
 
+ADJUST_OPERATION = "adjust_logits"
 SAMPLE_OPERATION = "sample"
 
 
-def sample_requirement(rows_max: int) -> Requirement:
-    """What the sampler asks of the sample operation."""
-    return Requirement(dtype="float32", rows=rows_max)
+def sampler_requirements(rows_max: int) -> dict[str, Requirement]:
+    """What drawing and scoring ask of the kernels."""
+    requirement = Requirement(dtype="float32", rows=rows_max)
+    return dict.fromkeys((ADJUST_OPERATION, SAMPLE_OPERATION, LOGPROBS_OPERATION), requirement)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Tokens of the sampled rows on the host; log-probabilities and flags only on rank 0."""
+    """Tokens of the sampled rows on the host; the flags only on rank 0."""
 
     ids: list[int]
-    logprobs: list[float]
     finite: list[bool]
 
 
 class Sampler:
-    """Greedy and temperature sampling with counter-based Gumbel noise, in the sample operation.
+    """Draws with counter-based Gumbel noise, in the sample operation.
 
-    A row's draw depends on its logits, temperature, seed, choice and output index only.
+    A row's draw depends on its logits, its slot's sampling and its tokens only.
+    vocabulary_tokens: ids from there on are nobody's; None if the tokenizer knows them all.
     """
 
     def __init__(
@@ -38,11 +42,16 @@ class Sampler:
         communicator: Communicator,
         device: Device,
         tables: SlotTables,
+        scorer: TokenScorer,
+        vocabulary_tokens: int | None = None,
     ) -> None:
+        self._adjust = kernels.function(ADJUST_OPERATION)
         self._sample = kernels.function(SAMPLE_OPERATION)
         self._communicator = communicator
         self._device = device
         self._tables = tables
+        self._scorer = scorer
+        self._vocabulary_tokens = vocabulary_tokens
 
     def sample(self, logits: torch.Tensor | None, slots: Sequence[Slot]) -> tuple[RowResult, ...]:
         """Draws one token per slot, records it in the tables, returns results on rank 0.
@@ -57,16 +66,16 @@ class Sampler:
             self._tables.record(slot, token_id)
         if logits is None:
             return ()
-        # One slot that wants log-probabilities makes the column; the others ride along.
-        with_logprobs = any(slot.wants_logprobs for slot in slots)
+        scores = self._score(logits, slots, draw)
         return tuple(
             RowResult(
                 token_ids=(draw.ids[row],),
-                logprobs=(draw.logprobs[row],) if with_logprobs else (),
+                logprobs=(score.logprob,) if score else (),
+                tops=(score.tops,) if score and score.tops else (),
                 finite=draw.finite[row],
-                logits=self._logits_bytes(logits[row]) if slot.wants_logits else None,
+                logits=self._logits_bytes(logits[row]) if slot.wants.logits else None,
             )
-            for row, slot in enumerate(slots)
+            for row, (slot, score) in enumerate(zip(slots, scores, strict=True))
         )
 
     def draw(self, logits: torch.Tensor | None, slots: Sequence[Slot]) -> Draw:
@@ -74,20 +83,57 @@ class Sampler:
         if logits is None:
             ids = self._device.allocate((len(slots),), torch.int64)
             self._communicator.broadcast(ids, root=0).wait_stream()
-            return Draw(self._device.to_host(ids).tolist(), [], [])
-        ids, logprobs, finite = self._sample(
-            logits,
-            self._on_chip([slot.sampling.temperature for slot in slots], torch.float32),
-            self._on_chip([_signed(slot.sampling.seed) for slot in slots], torch.int64),
-            self._on_chip([slot.sampling.choice for slot in slots], torch.int64),
-            self._on_chip([slot.known - slot.output_start for slot in slots], torch.int64),
-        )
+            return Draw(self._device.to_host(ids).tolist(), [])
+        ids, finite = self._sample(self._adjusted(logits, slots), *self._keys(slots))
         self._communicator.broadcast(ids, root=0).wait_stream()
-        return Draw(
-            self._device.to_host(ids).tolist(),
-            self._device.to_host(logprobs).tolist(),
-            self._device.to_host(finite).tolist(),
+        return Draw(self._device.to_host(ids).tolist(), self._device.to_host(finite).tolist())
+
+    def _adjusted(self, logits: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
+        """The logits to draw from: bias, penalties and suppression applied where asked for."""
+        known = logits[:, : self._vocabulary_tokens]
+        adjustments = adjust_rows(slots, known.shape[1])
+        if adjustments is None:
+            return known
+        columns = (self._device.to_chip(torch.from_numpy(c)) for c in adjustments.columns())
+        adjusted: torch.Tensor = self._adjust(known, *columns)
+        return adjusted
+
+    def _keys(self, slots: Sequence[Slot]) -> tuple[torch.Tensor, ...]:
+        """The other arguments of the sample operation, in its order."""
+        samplings = [slot.sampling for slot in slots]
+        return (
+            self._on_chip([found.temperature for found in samplings], torch.float32),
+            self._on_chip([_signed(found.seed) for found in samplings], torch.int64),
+            self._on_chip([found.choice for found in samplings], torch.int64),
+            self._on_chip([slot.known - slot.output_start for slot in slots], torch.int64),
+            self._on_chip([found.top_k for found in samplings], torch.int64),
+            self._on_chip([found.top_p for found in samplings], torch.float32),
+            self._on_chip([found.min_p for found in samplings], torch.float32),
         )
+
+    def _score(
+        self, logits: torch.Tensor, slots: Sequence[Slot], draw: Draw
+    ) -> list[TokenScore | None]:
+        """Scores of the rows that ask for any; there are none of a row that is not finite."""
+        asking = [
+            row
+            for row, slot in enumerate(slots)
+            if draw.finite[row] and (slot.wants.logprobs or slot.wants.top_tokens)
+        ]
+        scores: list[TokenScore | None] = [None] * len(slots)
+        if not asking:
+            return scores
+        known = logits[:, : self._vocabulary_tokens]
+        if len(asking) < len(slots):
+            known = known[self._on_chip(asking, torch.int64)]
+        found = self._scorer.score(
+            known,
+            [draw.ids[row] for row in asking],
+            [slots[row].wants.top_tokens for row in asking],
+        )
+        for row, score in zip(asking, found, strict=True):
+            scores[row] = score
+        return scores
 
     def _on_chip(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return self._device.to_chip(torch.tensor(values, dtype=dtype))

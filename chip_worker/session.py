@@ -240,7 +240,7 @@ class Session:
         formation = self._fence_step(step)
         started_ns = self._clock_ns()
         waited_ns = formation.waited_ns
-        results = formation.run(step)
+        outcome = formation.run(step)
         self._step_last = step.step_id
         finished_ns = self._clock_ns()
         times = StepTimes(
@@ -252,7 +252,11 @@ class Session:
         )
         self._finished_ns = finished_ns
         if formation.form.rank == 0:
-            self._report(StepResult(step.term, step.epoch, step.step_id, results, times))
+            self._report(
+                StepResult(
+                    step.term, step.epoch, step.step_id, outcome.rows, times, outcome.prompt_scores
+                )
+            )
         else:
             self._report(StepAck(step.term, step.epoch, (times,)))
         for slot in step.releases:

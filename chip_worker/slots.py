@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from chip_worker.batch import Admission, SlotSampling, Step, StepRow
+from chip_worker.batch import Admission, RowWants, SlotSampling, Step, StepRow
 from chip_worker.errors import DivergedError
 
 _NO_BLOCK = 0xFFFFFFFF
@@ -30,8 +30,7 @@ class Slot:
     length: int
     block_ids: list[int]
     sampling: SlotSampling
-    wants_logprobs: bool
-    wants_logits: bool
+    wants: RowWants
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,17 @@ class PlannedRow:
     start: int
     stop: int
     sampled: bool
+
+    @property
+    def scored(self) -> range | None:
+        """Indices of the prompt tokens it scores, maybe none; None if it has no part in scoring.
+
+        The logits at one token score the next, up to the prompt's last.
+        """
+        prompt_count = self.slot.output_start
+        if self.slot.wants.prompt_top_tokens is None or self.start >= prompt_count:
+            return None
+        return range(self.start + 1, min(self.stop, prompt_count - 1) + 1)
 
 
 class SlotTables:
@@ -144,8 +154,7 @@ class SlotTables:
             length=cached,
             block_ids=list(admission.block_ids),
             sampling=admission.sampling,
-            wants_logprobs=admission.wants_logprobs,
-            wants_logits=admission.wants_logits,
+            wants=admission.wants,
         )
         self._extend(index, admission.token_ids)
 
@@ -194,5 +203,10 @@ class SlotTables:
                 f"slot {row.slot} is to hold {stop} tokens in {len(slot.block_ids)} blocks of "
                 f"{self._block_tokens}"
             )
+        planned = PlannedRow(row.slot, slot, start, stop, row.sampled)
+        if planned.scored and planned.scored[-1] >= slot.known:
+            raise DivergedError(
+                f"slot {row.slot} is to score token {planned.scored[-1]}, but knows {slot.known}"
+            )
         slot.length = stop
-        return PlannedRow(row.slot, slot, start, stop, row.sampled)
+        return planned

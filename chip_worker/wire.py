@@ -5,9 +5,9 @@
 Decoders check shape; whether a message is of the right term and epoch, the inbox checks.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from chip_worker.batch import (
     Admission,
@@ -19,16 +19,16 @@ from chip_worker.batch import (
     Rendezvous,
     Report,
     ResetEpoch,
-    RowResult,
+    RowWants,
     Shutdown,
     SlotSampling,
     Step,
     StepAck,
     StepResult,
     StepRow,
-    StepTimes,
 )
 from chip_worker.errors import WorkerError
+from chip_worker.result_wire import encode_result, encode_times
 from protos import worker_pb2
 
 PROTOCOL_VERSION = 1
@@ -41,6 +41,14 @@ _FAULT_KINDS = {
     FaultKind.MODEL: worker_pb2.FAULT_KIND_MODEL,
     FaultKind.INTERNAL: worker_pb2.FAULT_KIND_INTERNAL,
 }
+
+
+_OPTIONAL_SAMPLING: tuple[
+    Literal[
+        "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+    ],
+    ...,
+] = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class MalformedMessage(WorkerError):
@@ -114,12 +122,12 @@ def encode_report(report: Report) -> worker_pb2.AttachRequest:
     """A report of the session, as the message that carries it."""
     match report:
         case StepResult():
-            return worker_pb2.AttachRequest(result=_encode_result(report))
+            return worker_pb2.AttachRequest(result=encode_result(report))
         case StepAck():
             ack = worker_pb2.StepAck(
                 term=report.term,
                 group_epoch=report.epoch,
-                times=[_encode_times(times) for times in report.times],
+                times=[encode_times(times) for times in report.times],
             )
             return worker_pb2.AttachRequest(ack=ack)
         case Rendezvous():
@@ -150,43 +158,6 @@ def _encode_ready(ready: Ready) -> worker_pb2.Ready:
         decode_step_s=ready.decode_step_s,
         step_credit=ready.step_credit,
         weight_bytes=ready.weight_bytes,
-    )
-
-
-def _encode_result(result: StepResult) -> worker_pb2.StepResult:
-    """Columns that no row needs stay empty: log-probabilities, status, logits."""
-    rows = result.rows
-    message = worker_pb2.StepResult(
-        term=result.term,
-        group_epoch=result.epoch,
-        step_id=result.step_id,
-        token_count=[len(row.token_ids) for row in rows],
-        token_ids=[token_id for row in rows for token_id in row.token_ids],
-        times=_encode_times(result.times),
-    )
-    if any(row.logprobs for row in rows):
-        message.logprobs.extend(value for row in rows for value in _padded_logprobs(row))
-    if not all(row.finite for row in rows):
-        message.status.extend(
-            worker_pb2.ROW_STATUS_OK if row.finite else worker_pb2.ROW_STATUS_NOT_FINITE
-            for row in rows
-        )
-    if any(row.logits is not None for row in rows):
-        message.logits.extend(row.logits or b"" for row in rows)
-    return message
-
-
-def _padded_logprobs(row: RowResult) -> Sequence[float]:
-    return row.logprobs or (math.nan,) * len(row.token_ids)
-
-
-def _encode_times(times: StepTimes) -> worker_pb2.StepTimes:
-    return worker_pb2.StepTimes(
-        step_id=times.step_id,
-        queue_ns=times.queue_ns,
-        device_ns=times.device_ns,
-        communication_ns=times.communication_ns,
-        gap_ns=times.gap_ns,
     )
 
 
@@ -237,6 +208,7 @@ def _decode_form_group(form: worker_pb2.FormGroup) -> FormGroup:
         context_tokens=form.context_tokens,
         kv_policy=form.kv_policy,
         step_deadline_s=form.step_deadline_s,
+        vocabulary_tokens=form.vocabulary_tokens,
     )
 
 
@@ -286,17 +258,38 @@ def _decode_admission(admission: worker_pb2.Admission) -> Admission:
         output_start=admission.output_start,
         cached_count=admission.cached_count,
         block_ids=tuple(admission.block_ids),
-        sampling=SlotSampling(
-            temperature=admission.sampling.temperature,
-            seed=admission.sampling.seed,
-            choice=admission.sampling.choice,
-        ),
-        wants_logprobs=admission.wants.logprob,
-        wants_logits=admission.wants.logits,
+        sampling=_decode_sampling(admission.sampling),
+        wants=_decode_wants(admission.wants),
         adapter=admission.adapter,
     )
 
 
-def _check_columns(name: str, slots: Sequence[int], values: Sequence[int]) -> None:
+def _decode_sampling(sampling: worker_pb2.SlotSampling) -> SlotSampling:
+    """What is absent has the default of the record."""
+    _check_columns("bias", sampling.bias_token_id, sampling.bias)
+    optional = {
+        name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING if sampling.HasField(name)
+    }
+    return SlotSampling(
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        logit_bias=tuple(zip(sampling.bias_token_id, sampling.bias, strict=True)),
+        suppressed_ids=tuple(sampling.suppressed_token_ids),
+        min_tokens=sampling.min_tokens,
+        **optional,
+    )
+
+
+def _decode_wants(wants: worker_pb2.RowWants) -> RowWants:
+    return RowWants(
+        logprobs=wants.logprob,
+        top_tokens=wants.top_tokens,
+        prompt_top_tokens=wants.prompt_top_tokens if wants.prompt_logprobs else None,
+        logits=wants.logits,
+    )
+
+
+def _check_columns(name: str, slots: Sequence[int], values: Sequence[float]) -> None:
     if len(slots) != len(values):
         raise MalformedMessage(f"{name} columns have {len(slots)} and {len(values)} entries")

@@ -5,22 +5,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import anyio
 import click
 import structlog
 
-from control_plane.config import ControlPlaneConfig, SchedulingConfig
+from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
 from control_plane.intake.front import load_intake_model
 from control_plane.intake.tokenizer_pool import physical_cores_count
 from control_plane.logs import configure_logging
 from control_plane.scheduling.core import SchedulingCore
 from control_plane.service import Service
+from control_plane.settings import (
+    SETTINGS,
+    config_of,
+    read_api_keys,
+    read_join_token,
+    settings_options,
+)
 
 SERVICE_SETTINGS = "service.settings"
 
@@ -31,98 +37,9 @@ PR_SET_PDEATHSIG = 1
 
 EXIT_FAILED = 1
 
+FILE = click.Path(dir_okay=False, path_type=Path)
+
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An option that goes straight into a field; its default is the field's."""
-
-    flag: str
-    field: str
-    help: str
-
-
-SCHEDULING_SETTINGS = (
-    Setting("--block-tokens", "block_tokens", "Tokens in a block of the prefix index."),
-    Setting("--chunk-tokens", "chunk_tokens", "Most prompt tokens a step computes."),
-    Setting("--max-running", "running_max", "Most requests computing at once, per group."),
-    Setting("--max-queue", "queue_requests_max", "Most requests waiting."),
-    Setting("--max-queue-tokens", "queue_tokens_max", "Most tokens waiting."),
-    Setting("--admission-tokens", "admission_tokens_max", "Most token ids sent in one admission."),
-    Setting(
-        "--oldest-prefill-share",
-        "oldest_prefill_share",
-        "Least share of a chunk the oldest unfinished prompt gets.",
-    ),
-    Setting("--ageing", "ageing_s", "Seconds after which a request is served in order of arrival."),
-    Setting(
-        "--retractions-before-reservation",
-        "retractions_before_reservation",
-        "Retractions after which a request is readmitted only with all its blocks.",
-    ),
-    Setting("--pipeline-depth", "pipeline_depth", "Steps sent before a result returns."),
-    Setting("--plan-lead", "plan_lead_s", "Seconds before a step's end the next one is planned."),
-    Setting("--digest-interval", "digest_interval_steps", "Steps between checks of slot tables."),
-    Setting("--heartbeat-interval", "heartbeat_interval_s", "Seconds between heartbeats."),
-    Setting("--lease", "lease_s", "Seconds without an answer after which a worker gives up."),
-    Setting("--heartbeat-timeout", "heartbeat_timeout_s", "Seconds until a worker is lost."),
-    Setting(
-        "--formation-heartbeat-timeout",
-        "formation_heartbeat_timeout_s",
-        "The same while a worker loads the model.",
-    ),
-    Setting("--formation-deadline", "formation_deadline_s", "Seconds a group may take to form."),
-    Setting("--step-deadline", "step_deadline_s", "Seconds a step may take."),
-    Setting(
-        "--recovery-timeout",
-        "recovery_timeout_s",
-        "Seconds the requests of a lost group wait for a group that serves.",
-    ),
-    Setting("--group-deaths", "group_deaths_max", "Lost groups after which a request runs alone."),
-    Setting("--own-faults", "own_faults_max", "Faults of its own that take a chip out of service."),
-    Setting("--own-faults-window", "own_faults_window_s", "Seconds in which they are counted."),
-)
-
-SERVICE_FIELDS = (
-    Setting("--model-name", "model_name", "Name clients use; 'default' always works too."),
-    Setting("--host", "host", "Address the client servers listen on."),
-    Setting("--http-port", "http_port", "Port of the HTTP server; 0 picks a free one."),
-    Setting("--grpc-port", "grpc_port", "Port of the gRPC server; 0 picks a free one."),
-    Setting("--worker-host", "worker_host", "Address workers dial."),
-    Setting("--worker-port", "worker_port", "Port workers dial; 0 picks a free one."),
-    Setting("--client-message-bytes", "client_message_bytes_max", "Largest gRPC client message."),
-    Setting("--worker-message-bytes", "worker_message_bytes_max", "Largest worker message."),
-    Setting("--http-body-bytes", "http_body_bytes_max", "Largest HTTP body."),
-    Setting("--drain-deadline", "drain_deadline_s", "Seconds running requests get after SIGTERM."),
-    Setting(
-        "--stream-stall",
-        "stream_buffer_stall_s",
-        "Seconds a client may leave its answer unread before it is cancelled.",
-    ),
-)
-
-
-def settings_options(
-    config_class: type[ControlPlaneConfig | SchedulingConfig], settings: Sequence[Setting]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds an option for each setting, with the type and default of its field."""
-    defaults = {name: field.default for name, field in config_class.__dataclass_fields__.items()}
-
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        for setting in reversed(settings):
-            default = defaults[setting.field]
-            command = click.option(
-                setting.flag,
-                setting.field,
-                type=type(default),
-                default=default,
-                show_default=True,
-                help=setting.help,
-            )(command)
-        return command
-
-    return add
 
 
 def parse_groups(groups: str | None, chips: int | None) -> tuple[int, ...]:
@@ -144,59 +61,26 @@ def parse_groups(groups: str | None, chips: int | None) -> tuple[int, ...]:
 @click.option("--model", "model_path", required=True, help="GGUF file or Hugging Face directory.")
 @click.option("--groups", help="Chips of each group, such as 2,1 (a group of two and one of one).")
 @click.option("--chips", type=click.IntRange(min=1), help="Number of groups of one chip each.")
-@click.option(
-    "--kv-policy",
-    type=click.Choice(["cover", "replicate", "shard"]),
-    default="cover",
-    show_default=True,
-    help="Key and value heads a rank keeps.",
-)
-@click.option(
-    "--policy",
-    type=click.Choice(["lpm", "fcfs"]),
-    default="lpm",
-    show_default=True,
-    help="Order of waiting requests: longest prefix match, or first come first served.",
-)
-@click.option(
-    "--prefix-cache",
-    type=click.Choice(["on", "off"]),
-    default="on",
-    show_default=True,
-    help="Reuse keys and values of common prefixes.",
-)
-@click.option(
-    "--context", "context_tokens", type=int, help="Most tokens of a request; default the model's."
-)
-@click.option(
-    "--tokenizer-threads", type=int, help="Default: half the physical cores, at least one."
-)
-@click.option("--debug-api", is_flag=True, help="Serve AdminService.DebugLogits.")
-@click.option(
-    "--join-token-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with the secret workers must know.",
-)
+@click.option("--join-token-file", type=FILE, help="File with the secret that admits workers.")
+@click.option("--api-key-file", type=FILE, help="File with the keys clients may use, one a line.")
 @click.option("--announce", "announce_path", help="File that receives the ports as JSON.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
-    help="Least severity that is logged.",
+    help="Least severity that is logged, to standard error.",
 )
 @click.option("--exit-with-parent", is_flag=True, help="Die when the launcher dies.")
-@settings_options(ControlPlaneConfig, SERVICE_FIELDS)
-@settings_options(SchedulingConfig, SCHEDULING_SETTINGS)
+@settings_options(SETTINGS)
 def command(
     groups: str | None,
     chips: int | None,
-    prefix_cache: str,
     join_token_file: Path | None,
-    tokenizer_threads: int | None,
+    api_key_file: Path | None,
     log_level: str,
     exit_with_parent: bool,
-    **settings: Any,  # noqa: ANN401 - one value an option above
+    **values: object,
 ) -> None:
     """Serve a model: take requests over HTTP and gRPC, plan steps, send them to chip workers.
 
@@ -205,26 +89,25 @@ def command(
     """
     if exit_with_parent:
         die_with_parent()
-    scheduling_names = {setting.field for setting in SCHEDULING_SETTINGS}
-    scheduling_names |= {"policy", "context_tokens"}
-    scheduling = {name: settings.pop(name) for name in scheduling_names}
     configure_logging(log_level)
     try:
-        config = ControlPlaneConfig(
-            **settings,
-            tokenizer_threads=tokenizer_threads or max(1, physical_cores_count() // 2),
-            join_token=join_token_file.read_text().strip() if join_token_file else None,
-            scheduling=SchedulingConfig(
-                **scheduling,
-                group_sizes=parse_groups(groups, chips),
-                prefix_cache=prefix_cache == "on",
-            ),
-        )
+        values["group_sizes"] = parse_groups(groups, chips)
+        if join_token_file is not None:
+            values["join_token"] = read_join_token(join_token_file)
+        if api_key_file is not None:
+            values["api_keys"] = read_api_keys(api_key_file)
+        values["tokenizer_threads"] = values["tokenizer_threads"] or tokenizer_threads_default()
+        config = config_of(values)
         ended_as_asked = run(config)
     except ConfigurationError as error:
         raise click.ClickException(str(error)) from error
     if not ended_as_asked:
         sys.exit(EXIT_FAILED)
+
+
+def tokenizer_threads_default() -> int:
+    """Half the cores: the other half computes."""
+    return max(1, physical_cores_count() // 2)
 
 
 def die_with_parent() -> None:
@@ -240,6 +123,7 @@ def run(config: ControlPlaneConfig) -> bool:
     """Runs the service to its end; False if it failed. Raises ConfigurationError."""
     shown = asdict(config)
     shown["join_token"] = "set" if config.join_token else None
+    shown["api_keys"] = len(config.api_keys)
     _log.info(SERVICE_SETTINGS, **shown)
     sys.setswitchinterval(THREAD_SWITCH_S)
     return anyio.run(serve, config)

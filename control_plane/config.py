@@ -1,26 +1,77 @@
 """Configuration of the control plane: every limit, with its default and unit, checked together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from control_plane.errors import ConfigurationError
 
 MIB = 1 << 20
 PORT_MAX = 65535
+KV_POLICIES = ("cover", "replicate", "shard")
+POLICIES = ("lpm", "fcfs", "shortest-prefill-first", "priority")
 
-SCHEDULING_SECONDS = (
-    "ageing_s",
-    "plan_lead_s",
-    "heartbeat_interval_s",
-    "lease_s",
-    "heartbeat_timeout_s",
-    "formation_deadline_s",
-    "formation_heartbeat_timeout_s",
-    "step_deadline_s",
-    "recovery_timeout_s",
-    "own_faults_window_s",
-)
+GRPC_MESSAGE_BYTES_MAX = (1 << 31) - 1
+
+
+class Range(NamedTuple):
+    """Both ends are allowed; no number is endless."""
+
+    least: float
+    most: float = math.inf
+
+
+COUNT = Range(1)
+COUNT_OR_NONE = Range(0)
+SECONDS = Range(0)
+PORT = Range(0, PORT_MAX)
+MESSAGE_BYTES = Range(1, GRPC_MESSAGE_BYTES_MAX)
+
+SCHEDULING_RANGES = {
+    "block_tokens": COUNT,
+    "chunk_tokens": COUNT,
+    "running_max": COUNT,
+    "context_tokens": Range(2),
+    "queue_requests_max": COUNT,
+    "queue_tokens_max": COUNT,
+    "admission_tokens_max": COUNT,
+    "oldest_prefill_share": Range(0, 1),
+    "ageing_s": SECONDS,
+    "retractions_before_reservation": COUNT_OR_NONE,
+    "pipeline_depth": COUNT,
+    "plan_lead_s": SECONDS,
+    "digest_interval_steps": COUNT,
+    "heartbeat_interval_s": Range(0.01),
+    "lease_s": SECONDS,
+    "heartbeat_timeout_s": SECONDS,
+    "formation_deadline_s": SECONDS,
+    "formation_heartbeat_timeout_s": SECONDS,
+    "step_deadline_s": SECONDS,
+    "recovery_timeout_s": SECONDS,
+    "group_deaths_max": COUNT,
+    "own_faults_max": COUNT,
+    "own_faults_window_s": SECONDS,
+}
+
+SERVICE_RANGES = {
+    "http_port": PORT,
+    "grpc_port": PORT,
+    "worker_port": PORT,
+    "tokenizer_threads": COUNT,
+    "client_message_bytes_max": MESSAGE_BYTES,
+    "worker_message_bytes_max": MESSAGE_BYTES,
+    "http_body_bytes_max": COUNT,
+    "intake_bytes_max": COUNT,
+    "choices_max": COUNT,
+    "top_logprobs_max": COUNT_OR_NONE,
+    "stop_strings_max": COUNT_OR_NONE,
+    "stop_string_characters_max": COUNT,
+    "stop_token_ids_max": COUNT_OR_NONE,
+    "logit_bias_max": COUNT_OR_NONE,
+    "drain_deadline_s": SECONDS,
+    "stream_buffer_stall_s": SECONDS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +121,11 @@ class SchedulingConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError naming the settings that do not fit together."""
-        for name in (
-            "block_tokens",
-            "chunk_tokens",
-            "running_max",
-            "queue_requests_max",
-            "queue_tokens_max",
-            "admission_tokens_max",
-            "pipeline_depth",
-            "digest_interval_steps",
-            "group_deaths_max",
-            "own_faults_max",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        _require_seconds(self, SCHEDULING_SECONDS)
-        if not 0 <= self.oldest_prefill_share <= 1:
-            raise ConfigurationError(
-                f"oldest_prefill_share is {self.oldest_prefill_share}; it must be from 0 to 1"
-            )
-        if self.context_tokens is not None and self.context_tokens < 2:
-            raise ConfigurationError(
-                f"context_tokens is {self.context_tokens}; one of prompt and one of output are "
-                f"the least: give 2 or more, or leave it out for what the model allows"
-            )
+        _check_ranges(self, SCHEDULING_RANGES)
         if not self.group_sizes or min(self.group_sizes) < 1:
             raise ConfigurationError(f"groups {self.group_sizes}: every size must be at least 1")
-        if self.policy not in ("lpm", "fcfs"):
-            raise ConfigurationError(f"policy {self.policy!r}: choose lpm or fcfs")
+        if self.policy not in POLICIES:
+            raise ConfigurationError(f"policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
         if not self.heartbeat_interval_s < self.lease_s < self.heartbeat_timeout_s:
             raise ConfigurationError(
                 f"heartbeat interval {self.heartbeat_interval_s} s, lease {self.lease_s} s and "
@@ -127,38 +155,42 @@ class ControlPlaneConfig:
     kv_policy: str = "cover"
     debug_api: bool = False
     tokenizer_threads: int = 1
-    client_message_bytes_max: int = 4 * MIB
+    client_message_bytes_max: int = 16 * MIB
     worker_message_bytes_max: int = 64 * MIB
-    http_body_bytes_max: int = 4 * MIB
+    http_body_bytes_max: int = 16 * MIB
+    intake_bytes_max: int = 256 * MIB
+    """Most bytes of requests that are being read, templated and tokenized."""
+    choices_max: int = 128
+    """Most choices of one request: its prompts times n."""
+    top_logprobs_max: int = 20
+    stop_strings_max: int = 16
+    stop_string_characters_max: int = 256
+    stop_token_ids_max: int = 64
+    logit_bias_max: int = 1024
     drain_deadline_s: float = 30.0
     stream_buffer_stall_s: float = 30.0
-    join_token: str | None = None
+    join_token: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """One of them must come with every request; none configured means that none is asked for."""
     announce_path: str | None = None
     """A file that receives the ports as JSON once the servers listen (for the launcher)."""
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError naming the setting that cannot be."""
-        for name in ("http_port", "grpc_port", "worker_port"):
-            if not 0 <= getattr(self, name) <= PORT_MAX:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; give 1 to {PORT_MAX}, or 0 for a free one"
-                )
-        for name in (
-            "tokenizer_threads",
-            "client_message_bytes_max",
-            "worker_message_bytes_max",
-            "http_body_bytes_max",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        _require_seconds(self, ("drain_deadline_s", "stream_buffer_stall_s"))
-
-
-def _require_seconds(config: object, names: Sequence[str]) -> None:
-    for name in names:
-        seconds = getattr(config, name)
-        if not (math.isfinite(seconds) and seconds >= 0):
+        _check_ranges(self, SERVICE_RANGES)
+        if self.kv_policy not in KV_POLICIES:
             raise ConfigurationError(
-                f"{name} is {seconds}; it must be a number of seconds, not below 0"
+                f"kv_policy {self.kv_policy!r}: choose one of {', '.join(KV_POLICIES)}"
             )
+
+
+def _check_ranges(config: object, ranges: Mapping[str, Range]) -> None:
+    """None means that there is no such limit."""
+    for name, (least, most) in ranges.items():
+        value = getattr(config, name)
+        if value is None or (least <= value <= most and math.isfinite(value)):
+            continue
+        allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        finite = "" if math.isfinite(value) else " and finite"
+        raise ConfigurationError(f"{name} is {value}; it must be {allowed}{finite}")

@@ -5,13 +5,15 @@ intake, dispatch --post--> CoreLoop --handle--> core --effects--> intake, dispat
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, get_args
 
 import structlog
 
 from control_plane.dispatch.dispatcher import DispatchEffect
+from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import (
     Accepted,
     CacheFlushed,
@@ -28,12 +30,17 @@ from control_plane.scheduling.messages import (
     SendStep,
     ServingChanged,
     Snapshot,
+    StepDone,
     Tick,
     Tokens,
     WakeAt,
 )
 
 CORE_FAILED = "core.failed"
+
+DELIVER, DISPATCH = "deliver", "dispatch"
+STAGES = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Event)}
+"""The stage of each kind of event: its name in snake case."""
 
 LOG_LEVELS = {
     LogLevel.DEBUG: logging.DEBUG,
@@ -59,9 +66,11 @@ class Core(Protocol):
 class CoreLoop:
     """Feeds the core one event at a time. All methods are for the event loop's thread.
 
-    clock: monotonic seconds. deliver, carry_out, condemn: take effects for intake, for dispatch and
-    for launchers; each may post again. on_failure: called once if the core or one of them raises;
-    the state is then not to be trusted, so no later event is handled.
+    clock: monotonic seconds, fine enough to measure stages with. deliver, carry_out, condemn: take
+    effects for intake, for dispatch and for launchers; each may post again. on_failure: called once
+    if the core or one of them raises; the state is then not to be trusted, so no later event is
+    handled. metrics: receives the time of every stage: one for each kind of event (`submit`,
+    `step_done`, ...), `deliver` (text and ends found) and `dispatch` (encoded and sent).
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class CoreLoop:
         carry_out: Callable[[DispatchEffect], None],
         condemn: Callable[[Condemn], None],
         on_failure: Callable[[], None],
+        metrics: Metrics,
     ) -> None:
         self._core = core
         self._clock = clock
@@ -80,6 +90,7 @@ class CoreLoop:
         self._carry_out = carry_out
         self._condemn = condemn
         self._on_failure = on_failure
+        self._metrics = metrics
         self._events: deque[Event] = deque()
         self._pumping = False
         self._failed = False
@@ -97,8 +108,7 @@ class CoreLoop:
         try:
             while self._events:
                 event = self._events.popleft()
-                for effect in self._core.handle(event, self._clock()):
-                    self._route(effect)
+                self._handle(event)
         except Exception:
             self._failed = True
             # Raising alone would end in the log of whichever server or timer called.
@@ -118,12 +128,25 @@ class CoreLoop:
             self._timer.cancel()
             self._timer = None
 
+    def _handle(self, event: Event) -> None:
+        started = self._clock()
+        effects = self._core.handle(event, started)
+        self._metrics.stage_time(STAGES[type(event)], self._clock() - started)
+        if isinstance(event, StepDone):
+            self._metrics.step_done(event.group_id, event.device_s)
+        for effect in effects:
+            self._route(effect)
+
     def _route(self, effect: Effect) -> None:
         match effect:
             case Tokens() | Accepted() | Failed() | CacheFlushed() | ServingChanged():
+                started = self._clock()
                 self._deliver(effect)
+                self._metrics.stage_time(DELIVER, self._clock() - started)
             case SendStep() | FormGroup() | SendRendezvous() | ResetWorker() | DropWorker():
+                started = self._clock()
                 self._carry_out(effect)
+                self._metrics.stage_time(DISPATCH, self._clock() - started)
             case Condemn():
                 self._condemn(effect)
             case WakeAt():

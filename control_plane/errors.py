@@ -3,6 +3,7 @@
 ControlPlaneError
 ├── RequestError                 one request cannot be served as asked
 │   ├── InvalidRequest           400, INVALID_ARGUMENT: names the field, the limit and the remedy
+│   ├── Unauthenticated          401, UNAUTHENTICATED: no valid API key
 │   ├── ModelNotFound            404, NOT_FOUND
 │   ├── QueueFull                429, RESOURCE_EXHAUSTED: comes with a retry hint
 │   ├── ServiceUnavailable       503, UNAVAILABLE: no group serves, or draining; retry hint
@@ -46,6 +47,14 @@ class InvalidRequest(RequestError):
     reason = "INVALID_REQUEST"
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
+
+
+class Unauthenticated(RequestError):
+    """The service asks for an API key, and none or a wrong one came."""
+
+    reason = "INVALID_API_KEY"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
 
 
 class ModelNotFound(RequestError):

@@ -7,10 +7,13 @@ ones finish or reach the drain deadline, workers leave, servers close. A second 
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from importlib.metadata import version
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.core_loop import Core, CoreLoop
@@ -20,7 +23,8 @@ from control_plane.dispatch.worker_server import WorkerServer
 from control_plane.errors import ConfigurationError
 from control_plane.intake.front import Intake, IntakePorts
 from control_plane.intake.model_files import ModelFiles
-from control_plane.metrics import DispatchCounters
+from control_plane.metrics import Metrics
+from control_plane.snapshot_metrics import SnapshotCollector
 
 WORKERS_GRACE_S = 5.0
 """How long workers may take to finish a step and say Goodbye."""
@@ -32,6 +36,7 @@ DRAIN_POLL_S = 0.1
 SERVICE_LISTENING = "service.listening"
 SERVICE_DRAINING = "service.draining"
 SERVICE_STOPPED = "service.stopped"
+CONTEXT_CUT = "service.context_cut"
 
 _log = structlog.get_logger()
 
@@ -55,6 +60,7 @@ class Service:
         self._failed = False
         self._hurried = False
         self._serving = anyio.CancelScope()
+        self._metrics = Metrics()
         self._core_loop = CoreLoop(
             core,
             clock,
@@ -62,11 +68,27 @@ class Service:
             carry_out=lambda effect: self._dispatcher.carry_out(effect),
             condemn=lambda effect: self._intake.publish_verdict(effect),
             on_failure=self._fail,
+            metrics=self._metrics,
         )
         post, snapshot = self._core_loop.post, self._core_loop.snapshot
-        self._counters = DispatchCounters()
-        self._dispatcher = Dispatcher(group_settings(config), term, post, self._counters)
-        self._intake = Intake(config, model, post, snapshot, clock, lambda: self._dispatcher.term)
+        self._intake = Intake(
+            config,
+            model,
+            post,
+            snapshot,
+            clock,
+            lambda: self._dispatcher.term,
+            metrics=self._metrics,
+        )
+        settings = group_settings(config, self._intake.vocabulary_tokens)
+        self._dispatcher = Dispatcher(settings, term, post, self._metrics.dispatch)
+        self._metrics.register(SnapshotCollector(snapshot, lambda: self._intake.running_count))
+        self._metrics.describe(
+            version=version("polychip"),
+            model_name=config.model_name or model.name,
+            architecture=model.architecture,
+        )
+        _warn_of_context(config, model)
 
     async def run(self) -> bool:
         """Serves until a signal; True if it ended as asked, False if the core failed.
@@ -76,21 +98,23 @@ class Service:
         workers = self._worker_server()
         worker_port = await workers.start(self._config.worker_host, self._config.worker_port)
         refused: ConfigurationError | None = None
-        async with anyio.create_task_group() as tasks:
-            try:
-                with self._serving:
-                    ports = await self._intake.start(tasks)
-                    await self._announce(ports, worker_port)
-                    await self._watch_signals()
-            # A task group would wrap it; it is for people to read.
-            except ConfigurationError as error:
-                refused = error
-            finally:
-                await self._stop(workers)
-                tasks.cancel_scope.cancel()
+        # Before the ports are announced: whoever reads them may send a signal at once.
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    with self._serving:
+                        ports = await self._intake.start(tasks)
+                        await self._announce(ports, worker_port)
+                        await self._watch(signals)
+                # A task group would wrap it; it is for people to read.
+                except ConfigurationError as error:
+                    refused = error
+                finally:
+                    await self._stop(workers, tasks, signals)
+                    tasks.cancel_scope.cancel()
         if refused is not None:
             raise refused
-        _log.info(SERVICE_STOPPED, failed=self._failed, counters=self._counters)
+        _log.info(SERVICE_STOPPED, failed=self._failed, counters=asdict(self._metrics.dispatch))
         return not self._failed
 
     def _worker_server(self) -> WorkerServer:
@@ -121,17 +145,16 @@ class Service:
             await unfinished.rename(path)
         _log.info(SERVICE_LISTENING, term=self._dispatcher.term, **listening)
 
-    async def _watch_signals(self) -> None:
+    async def _watch(self, signals: AsyncIterator[signal.Signals]) -> None:
         """Returns when the service is drained after the first signal, or at the second."""
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async with anyio.create_task_group() as tasks:
-                async for number in signals:
-                    if self._hurried:
-                        break
-                    self._hurried = True
-                    _log.info(SERVICE_DRAINING, signal=number.name)
-                    tasks.start_soon(self._drain, tasks.cancel_scope)
-                tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            async for number in signals:
+                if self._hurried:
+                    break
+                self._hurried = True
+                _log.info(SERVICE_DRAINING, signal=number.name)
+                tasks.start_soon(self._drain, tasks.cancel_scope)
+            tasks.cancel_scope.cancel()
 
     async def _drain(self, scope: anyio.CancelScope) -> None:
         """Waits for running requests; cancels `scope` when there is nothing left to wait for."""
@@ -141,10 +164,13 @@ class Service:
         self._hurried = False
         scope.cancel()
 
-    async def _stop(self, workers: WorkerServer) -> None:
-        """Ends what is left, in order: answers, workers, servers."""
+    async def _stop(
+        self, workers: WorkerServer, tasks: TaskGroup, signals: AsyncIterator[signal.Signals]
+    ) -> None:
+        """Ends what is left, in order: answers and client servers, workers, their server."""
         deadline_s = STOP_HURRIED_S if self._hurried else STOP_S
-        with anyio.move_on_after(deadline_s, shield=True):
+        with anyio.move_on_after(deadline_s, shield=True) as polite:
+            tasks.start_soon(_hurry_at_signal, signals, polite)
             await self._intake.stop()
             self._dispatcher.shut_down_workers("the control plane stops")
             with anyio.move_on_after(WORKERS_GRACE_S):
@@ -154,14 +180,30 @@ class Service:
             await workers.stop(0)
 
 
+async def _hurry_at_signal(
+    signals: AsyncIterator[signal.Signals], polite: anyio.CancelScope
+) -> None:
+    async for _ in signals:
+        polite.deadline = min(polite.deadline, anyio.current_time() + STOP_HURRIED_S)
+
+
 async def _wait_for(condition: Callable[[], bool]) -> None:
     # Only while stopping: not worth an event on every path that ends a request or a stream.
     while not condition():  # noqa: ASYNC110
         await anyio.sleep(DRAIN_POLL_S)
 
 
-def group_settings(config: ControlPlaneConfig) -> GroupSettings:
-    """What the configuration says to every worker that joins a group."""
+def _warn_of_context(config: ControlPlaneConfig, model: ModelFiles) -> None:
+    asked = config.scheduling.context_tokens
+    if asked is not None and asked > model.context_tokens:
+        _log.warning(CONTEXT_CUT, asked_tokens=asked, model_tokens=model.context_tokens)
+
+
+def group_settings(config: ControlPlaneConfig, vocabulary_tokens: int) -> GroupSettings:
+    """What the configuration says to every worker that joins a group.
+
+    vocabulary_tokens: ids from there on do not exist for any client.
+    """
     scheduling = config.scheduling
     return GroupSettings(
         block_tokens=scheduling.block_tokens,
@@ -170,4 +212,5 @@ def group_settings(config: ControlPlaneConfig) -> GroupSettings:
         context_tokens=scheduling.context_tokens,
         kv_policy=config.kv_policy,
         step_deadline_s=scheduling.step_deadline_s,
+        vocabulary_tokens=vocabulary_tokens,
     )

@@ -7,17 +7,11 @@ the dtype of the operands, and the result is rounded once to the operands' dtype
 import torch
 
 from kernels.paged_kv import PAGED_ORDER, PagedKV
+from kernels.sampling_reference import adjust_logits, sample, token_logprobs
 from kernels.spec import Implementation, Support
 
 # Behind every native kernel: a backend's own implementations have lower ranks.
 REFERENCE_RANK = 1_000_000
-
-# The splitmix64 generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators",
-# OOPSLA 2014; constants of Vigna's splitmix64.c, public domain), written as signed 64-bit numbers
-# because torch has no arithmetic on unsigned ones; sums and products wrap around alike.
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
@@ -110,60 +104,6 @@ def _row_tokens(arena: torch.Tensor, block_table: torch.Tensor, tokens_count: in
     return arena[block_table[:blocks_count]].flatten(0, 1)[:tokens_count].float()
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    index: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """argmax of log-probability / temperature + Gumbel noise; plain argmax at temperature 0.
-
-    A row with a number that is not finite gives id 0, log-probability 0 and False.
-    """
-    finite = torch.isfinite(logits).all(dim=-1)
-    logprobs = torch.log_softmax(torch.where(finite[:, None], logits, 0.0).double(), dim=-1)
-    drawn = temperature > 0
-    divisor = torch.where(drawn, temperature, 1.0).double()
-    noise = gumbel_noise(seed, choice, index, logits.shape[-1])
-    scores = logprobs / divisor[:, None] + noise
-    # The logits themselves, not their log-probabilities, so that rounding makes no new ties.
-    ids = torch.where(drawn, scores.argmax(dim=-1), logits.argmax(dim=-1))
-    ids = torch.where(finite, ids, 0)
-    chosen = logprobs.gather(-1, ids[:, None])[:, 0]
-    return ids, torch.where(finite, chosen, 0.0).float(), finite
-
-
-def gumbel_noise(
-    seed: torch.Tensor, choice: torch.Tensor, index: torch.Tensor, vocabulary: int
-) -> torch.Tensor:
-    """g(seed, choice, index, token id) for ids below `vocabulary`: [R, vocabulary] float64.
-
-    Token v takes output v of the splitmix64 generator whose state is a hash of the other three: a
-    draw depends neither on the other rows of the batch nor on the size of the vocabulary.
-    """
-    state = _mix(seed + _GOLDEN_GAMMA)
-    state = _mix(state + choice + _GOLDEN_GAMMA)
-    state = _mix(state + index + _GOLDEN_GAMMA)
-    counters = torch.arange(1, vocabulary + 1) * _GOLDEN_GAMMA
-    bits = _mix(state[:, None] + counters[None, :])
-    # 52 bits and a half: the largest, 1 - 2^-53, is still a float64 below 1.
-    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
-
-
-def _mix(state: torch.Tensor) -> torch.Tensor:
-    """The output function of splitmix64."""
-    state = (state ^ _shift_right(state, 30)) * _MIX_FIRST
-    state = (state ^ _shift_right(state, 27)) * _MIX_SECOND
-    return state ^ _shift_right(state, 31)
-
-
-def _shift_right(state: torch.Tensor, count: int) -> torch.Tensor:
-    """A shift that fills with zeros; torch's own copies the sign bit."""
-    return (state >> count) & ((1 << (64 - count)) - 1)
-
-
 _PAGED = Support(layouts=(PAGED_ORDER,))
 
 REFERENCE_IMPLEMENTATIONS: list[Implementation] = [
@@ -178,6 +118,8 @@ REFERENCE_IMPLEMENTATIONS: list[Implementation] = [
         ("silu_mul", silu_mul, Support()),
         ("write_kv", write_kv, _PAGED),
         ("attention", attention, _PAGED),
+        ("adjust_logits", adjust_logits, Support()),
         ("sample", sample, Support()),
+        ("token_logprobs", token_logprobs, Support()),
     )
 ]

@@ -114,10 +114,33 @@ OPERATIONS: dict[str, OperationSpec] = {
             "-> [T, h, d]; causal over the row's context, the chunk's own keys included",
         ),
         OperationSpec(
+            "adjust_logits",
+            "(logits [R, V] float32, row [N] int64, token [N] int64, bias [N] float32, "
+            "output_count [N] int64, presence [N] float32, frequency [N] float32, repetition [N] "
+            "float32) -> [R, V] float32, a copy in which each named logit l, no pair (row, token) "
+            "twice, is: l + bias; then divided by repetition if positive, else multiplied by it; "
+            "then less frequency * output_count, and less presence if output_count > 0. A bias of "
+            "-inf keeps a token from being drawn; what would leave the range of float32 stops at "
+            "its ends",
+        ),
+        OperationSpec(
             "sample",
             "(logits [R, V] float32, temperature [R] float32, seed [R] int64 (bits of a uint64), "
-            "choice [R] int64, index [R] int64) -> (ids [R] int64, log-probabilities of the raw "
-            "logits [R] float32, finite [R] bool); temperature 0 is argmax, lowest id on a tie",
+            "choice [R] int64, index [R] int64, top_k [R] int64, top_p [R] float32, min_p [R] "
+            "float32) -> (ids [R] int64, finite [R] bool); temperature 0 is argmax, lowest id on "
+            "a tie. Else the draw is over softmax(logits / temperature) of the tokens that "
+            "survive, in this order and each renormalized: the top_k likeliest (0: all), the "
+            "shortest run of the likeliest that sums to top_p (one at least; 1: all), those with "
+            "min_p times the likeliest at least; the lower id counts as likelier on a tie. A logit "
+            "of -inf is never drawn. finite: False for a row with a NaN, +inf, or nothing but "
+            "-inf; its id is 0",
+        ),
+        OperationSpec(
+            "token_logprobs",
+            "(logits [R, V] float32, ids [R] int64, tops_count: int <= V) -> "
+            "(log_softmax(logits)[ids] [R] float32, log_softmax of the tops_count largest logits, "
+            "descending, lowest id first on a tie [R, tops_count] float32, their ids [R, "
+            "tops_count] int64); NaN and the lowest ids for a row that `sample` calls not finite",
         ),
     )
 }

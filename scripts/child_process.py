@@ -1,6 +1,8 @@
 """One child process of the launcher: started in a session of its own, ended within a bound."""
 
+import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from subprocess import DEVNULL
 
@@ -16,8 +18,18 @@ async def start_child(command: list[str]) -> Process:
     In a session of its own, so that a Ctrl-C of the terminal reaches only the launcher.
     """
     return await anyio.open_process(
-        command, stdin=DEVNULL, stdout=STANDARD_ERROR, stderr=None, start_new_session=True
+        command,
+        stdin=DEVNULL,
+        stdout=STANDARD_ERROR,
+        stderr=None,
+        env=quiet_grpc(os.environ),
+        start_new_session=True,
     )
+
+
+def quiet_grpc(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which gRPC's C core prints nothing: what matters, we say ourselves."""
+    return {"GRPC_VERBOSITY": "NONE", **environment}
 
 
 def send_signal(process: Process, number: signal.Signals) -> None:

@@ -22,6 +22,7 @@ import httpx
 from anyio.abc import Process, TaskGroup
 
 from chip_worker.exit_code import ExitCode
+from control_plane.settings import read_api_keys
 from scripts.child_process import describe_exit, end_child, send_signal, start_child
 from scripts.client import AdminWatcher
 from scripts.settings import (
@@ -90,6 +91,8 @@ class Launcher:
         self._report = report
         self._on_ready = on_ready
         self._announce_path = announce_path
+        key_file = settings.api_key_file
+        self._api_key = None if key_file is None else read_api_keys(key_file)[0]
         self._workers: dict[str, Process] = {}
         self._pauses = {worker_id(i): RestartPause() for i in range(settings.chips_count)}
         self._ready = False
@@ -122,7 +125,7 @@ class Launcher:
             f"control plane listens: http {addresses.http_port}, grpc {addresses.grpc_port}, "
             f"workers {addresses.worker_port}"
         )
-        admin = AdminWatcher(dialled(self._settings.host), addresses.grpc_port)
+        admin = AdminWatcher(dialled(self._settings.host), addresses.grpc_port, self._api_key)
         try:
             async with anyio.create_task_group() as tasks:
                 for chip_index in range(self._settings.chips_count):
@@ -203,7 +206,7 @@ class Launcher:
 
     def _drain_grace_s(self) -> float:
         """How long the control plane may take to end: its own deadline and a margin."""
-        return self._settings.limits["--drain-deadline"] + DRAIN_MARGIN_S
+        return self._settings.control_plane.drain_deadline_s + DRAIN_MARGIN_S
 
     async def _report_progress(self, admin: AdminWatcher) -> None:
         """A line whenever the state of a worker or a group changes, as long as we serve."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as functional
 
 from backends.cpu.attention import paged_attention
-from backends.cpu.sampling import sample
+from backends.cpu.sampling import adjust_logits, sample, token_logprobs
 from kernels.paged_kv import PAGED_ORDER, PagedKV
 from kernels.spec import Implementation, Support
 
@@ -98,5 +98,7 @@ CPU_IMPLEMENTATIONS = (
     Implementation("silu_mul", "torch", silu_mul, _ANY),
     Implementation("write_kv", "torch", write_kv, _PAGED),
     Implementation("attention", "torch-sdpa", paged_attention, _PAGED),
-    Implementation("sample", "torch", sample, _ANY),
+    Implementation("adjust_logits", "torch", adjust_logits, _ANY),
+    Implementation("sample", "numpy", sample, _ANY),
+    Implementation("token_logprobs", "torch", token_logprobs, _ANY),
 )

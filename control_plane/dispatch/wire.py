@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from control_plane.errors import ProtocolError
+from control_plane.request import Sampling
 from control_plane.scheduling.messages import (
     Admission,
     Event,
     FormGroup,
     LossKind,
+    PromptScores,
     RendezvousOpened,
     RowResult,
     StepDone,
     StepPlan,
+    TopTokens,
     WorkerFaulted,
     WorkerInfo,
     WorkerReady,
@@ -53,6 +56,7 @@ class GroupSettings:
     context_tokens: int | None
     kv_policy: str
     step_deadline_s: float
+    vocabulary_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ def encode_form_group(
         context_tokens=context_tokens,
         kv_policy=settings.kv_policy,
         step_deadline_s=settings.step_deadline_s,
+        vocabulary_tokens=settings.vocabulary_tokens,
     )
     return worker_pb2.AttachResponse(form=form).SerializeToString()
 
@@ -144,13 +149,36 @@ def _encode_admission(admission: Admission) -> worker_pb2.Admission:
         output_start=admission.output_start,
         cached_count=admission.cached_count,
         block_ids=admission.block_ids,
-        sampling=worker_pb2.SlotSampling(
-            temperature=admission.sampling.temperature,
-            seed=admission.sampling.seed,
-            choice=admission.sampling.choice,
+        sampling=_encode_sampling(admission.sampling),
+        wants=worker_pb2.RowWants(
+            logprob=admission.wants_logprobs,
+            logits=admission.wants_logits,
+            top_tokens=admission.top_tokens,
+            prompt_logprobs=admission.prompt_top_tokens is not None,
+            prompt_top_tokens=admission.prompt_top_tokens or 0,
         ),
-        wants=worker_pb2.RowWants(logprob=admission.wants_logprobs, logits=admission.wants_logits),
         adapter=admission.adapter,
+    )
+
+
+def _encode_sampling(sampling: Sampling) -> worker_pb2.SlotSampling:
+    """What differs from the default; absent fields change nothing."""
+    return worker_pb2.SlotSampling(
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        top_k=sampling.top_k or None,
+        top_p=None if sampling.top_p == 1 else sampling.top_p,
+        min_p=sampling.min_p or None,
+        presence_penalty=sampling.presence_penalty or None,
+        frequency_penalty=sampling.frequency_penalty or None,
+        repetition_penalty=None
+        if sampling.repetition_penalty == 1
+        else sampling.repetition_penalty,
+        bias_token_id=[token_id for token_id, _ in sampling.logit_bias],
+        bias=[bias for _, bias in sampling.logit_bias],
+        suppressed_token_ids=sampling.suppressed_ids,
+        min_tokens=sampling.min_tokens,
     )
 
 
@@ -258,17 +286,20 @@ def _decode_result(result: worker_pb2.StepResult, worker: WorkerInfo, place: Pla
         step_id=result.step_id,
         results=_decode_rows(result),
         device_s=result.times.device_ns / 1e9,
+        prompt_scores=_decode_prompt_scores(result),
     )
 
 
 def _decode_rows(result: worker_pb2.StepResult) -> tuple[RowResult, ...]:
-    """Rows of a result, its flat columns cut by `token_count`."""
+    """Rows of a result, its flat columns cut by `token_count`. Raises ProtocolError."""
     counts = result.token_count
     _check_column("token_ids", result.token_ids, sum(counts), may_be_empty=False)
     _check_column("logprobs", result.logprobs, sum(counts))
     _check_column("status", result.status, len(counts))
     _check_column("logits", result.logits, len(counts))
     token_ids, logprobs = tuple(result.token_ids), tuple(result.logprobs)
+    _check_column("top_count", result.top_count, sum(counts))
+    tops = _decode_tops("top", result.top_count, result.top_ids, result.top_logprobs)
     rows = []
     start = 0
     for index, count in enumerate(counts):
@@ -280,12 +311,51 @@ def _decode_rows(result: worker_pb2.StepResult) -> tuple[RowResult, ...]:
             RowResult(
                 token_ids=token_ids[start:end],
                 logprobs=logprobs[start:end] if asked else (),
+                tops=tuple(top for top in tops[start:end] if top.token_ids),
                 finite=status == worker_pb2.ROW_STATUS_OK,
                 logits=(result.logits[index] or None) if result.logits else None,
             )
         )
         start = end
     return tuple(rows)
+
+
+def _decode_prompt_scores(result: worker_pb2.StepResult) -> tuple[PromptScores, ...]:
+    """Scores of each row that scores its prompt. Raises ProtocolError."""
+    counts = result.prompt_logprob_count
+    logprobs = tuple(result.prompt_logprobs)
+    _check_column("prompt_logprobs", logprobs, sum(counts), may_be_empty=False)
+    _check_column("prompt_top_count", result.prompt_top_count, len(counts))
+    top_counts = [
+        top_count
+        for count, top_count in zip(counts, result.prompt_top_count, strict=False)
+        for _ in range(count)
+    ]
+    ids, values = result.prompt_top_ids, result.prompt_top_logprobs
+    tops = _decode_tops("prompt_top", top_counts, ids, values)
+    rows = []
+    start = 0
+    for count in counts:
+        end = start + count
+        listed = tuple(top for top in tops[start:end] if top.token_ids)
+        rows.append(PromptScores(logprobs[start:end], listed))
+        start = end
+    return tuple(rows)
+
+
+def _decode_tops(
+    name: str, counts: Sequence[int], ids: Sequence[int], logprobs: Sequence[float]
+) -> list[TopTokens]:
+    """Lists of likeliest tokens, cut by `counts`. Raises ProtocolError."""
+    _check_column(f"{name}_ids", ids, sum(counts), may_be_empty=False)
+    _check_column(f"{name}_logprobs", logprobs, sum(counts), may_be_empty=False)
+    tops = []
+    start = 0
+    for count in counts:
+        end = start + count
+        tops.append(TopTokens(tuple(ids[start:end]), tuple(logprobs[start:end])))
+        start = end
+    return tops
 
 
 def _check_column(

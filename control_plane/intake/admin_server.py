@@ -1,7 +1,6 @@
 """AdminService: what operators, the launcher and tests ask of a running service."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from struct import iter_unpack
 
 import grpc
@@ -9,14 +8,17 @@ from typing_extensions import override
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import InvalidRequest, RequestError, WorkerFailure
-from control_plane.intake import wire
-from control_plane.intake.admission import Admission, GenerationInput, TokenPrompt
+from control_plane.intake import admin_wire
 from control_plane.intake.answer_book import AnswerBook
+from control_plane.intake.answer_piece import Usage
+from control_plane.intake.generation_input import GenerationInput, TokenPrompt
 from control_plane.intake.grpc_errors import abort
 from control_plane.intake.release import VERSION
 from control_plane.intake.verdict_hub import VerdictHub
 from control_plane.scheduling.messages import Snapshot
 from protos import admin_pb2, admin_pb2_grpc
+
+PROTOCOL = "grpc"
 
 StatusContext = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
 FlushContext = grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse]
@@ -32,14 +34,12 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self,
         config: ControlPlaneConfig,
-        admission: Admission,
         book: AnswerBook,
         verdicts: VerdictHub,
         snapshot: Callable[[], Snapshot],
         term: Callable[[], int],
     ) -> None:
         self._debug_api = config.debug_api
-        self._admission = admission
         self._book = book
         self._verdicts = verdicts
         self._snapshot = snapshot
@@ -49,7 +49,7 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: StatusContext
     ) -> admin_pb2.GetStatusResponse:
-        return wire.status_response(
+        return admin_wire.status_response(
             self._snapshot(),
             intake_count=self._book.running_count,
             term=self._term(),
@@ -87,22 +87,24 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
                 f"{', '.join(group_ids) or '(none yet)'} or leave it out",
                 field="group",
             )
-        admitted = await self._admission.admit(
-            GenerationInput(
-                prompt=TokenPrompt(tuple(request.token_ids)),
-                temperature=0.0,
-                max_tokens=1,
-                ignore_eos=True,
-            )
+        wanted = GenerationInput(
+            prompts=(TokenPrompt(tuple(request.token_ids)),),
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            wants_logits=True,
+            target_group=request.group or None,
         )
-        looking = replace(admitted.request, wants_logits=True, target_group=request.group or None)
-        with self._book.answering(replace(admitted, request=looking)) as answer:
-            await answer.next_piece()
-        if answer.logits is None:
+        usage: Usage | None = None
+        with self._book.open("", PROTOCOL) as generation:
+            await generation.start(wanted)
+            while (piece := await generation.next_piece()) is not None:
+                usage = piece.usage
+        if generation.logits is None or usage is None:
             raise WorkerFailure("the worker returned no logits")
         return admin_pb2.DebugLogitsResponse(
-            logits=(value for (value,) in iter_unpack("<f", answer.logits)),
-            group=answer.facts.group_id,
+            logits=(value for (value,) in iter_unpack("<f", generation.logits)),
+            group=usage.group_id,
         )
 
     # A watcher hears nothing for hours; yielding leaves the end of the call to gRPC.
@@ -112,4 +114,4 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
     ) -> None:
         with self._verdicts.watching() as verdicts:
             async for condemn in verdicts:
-                await context.write(wire.verdict(condemn))
+                await context.write(admin_wire.verdict(condemn))

@@ -1,121 +1,107 @@
-"""Checks what a client asks, whatever protocol it came by, and fixes it as a Request.
+"""Checks what a client asks, whatever protocol it came by, and fixes it as records for the core.
 
-servers --GenerationInput--> Admission.admit --Admitted--> AnswerBook
+servers --GenerationInput--> Admission.admit --Admitted--> Generation
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from random import Random
-from uuid import uuid4
 
+from control_plane.config import ControlPlaneConfig
 from control_plane.errors import InvalidRequest, ModelNotFound
+from control_plane.intake.admitted import Admitted, AdmittedChoice, Ends
+from control_plane.intake.field_checks import FieldChecks, short
+from control_plane.intake.generation_input import GenerationInput
 from control_plane.intake.model_card import ModelCard
+from control_plane.intake.prompt_reader import PromptReader
 from control_plane.intake.reserved_fields import refuse_reserved
+from control_plane.intake.stop_matcher import StopStrings
+from control_plane.intake.tokenizer import Tokenizer
 from control_plane.intake.tokenizer_pool import TokenizerPool
 from control_plane.request import Request, Sampling
 
-TEMPERATURE_DEFAULT = 1.0
-TEMPERATURE_MAX = 100.0
-TEMPERATURE_GREEDY_BELOW = 1e-5
-"""Dividing by less overflows float32; the choice is the greedy one anyway."""
-SEED_MAX = (1 << 64) - 1
 SEED_DRAWN_BITS = 53
 """A drawn seed goes back to the client as a JSON number, which is exact up to here."""
-STOP_TOKEN_IDS_MAX = 64
-REQUEST_ID_CHARACTERS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text to continue; the model's start token is put first unless the text begins with it."""
+class _Plan:
+    """A call whose fields are checked, before its prompts are tokens."""
 
-    text: str
+    request_id: str
+    wanted: GenerationInput
+    choices_count: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings
+    prompt_top_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Token ids, used as they are."""
+class _ReadPrompt:
+    """A prompt as tokens; text: for an echo. output_tokens_max: of each answer to it."""
 
     token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """Messages with `role` and `content`, for the model's template."""
-
-    messages: tuple[Mapping[str, object], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationInput:
-    """What a client asks, not checked yet; None where it said nothing.
-
-    prompt: None if the client sent none. resume_output_ids: output the client already has.
-    deadline: in the core's clock. reserved: values of fields that later versions will honour.
-    """
-
-    prompt: TextPrompt | TokenPrompt | ChatPrompt | None
-    request_id: str = ""
-    model: str = ""
-    temperature: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: bool = False
-    resume_output_ids: tuple[int, ...] = ()
-    deadline: float | None = None
-    reserved: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A checked request with what ends its answer: one of `stop_ids`, or `output_tokens_max`."""
-
-    request: Request
-    stop_ids: frozenset[int]
+    text: str | None
     output_tokens_max: int
 
 
 class Admission:
     """Every error is a RequestError that names the field, the limit and the remedy."""
 
-    def __init__(self, card: ModelCard, pool: TokenizerPool, random: Random) -> None:
+    def __init__(
+        self,
+        config: ControlPlaneConfig,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        pool: TokenizerPool,
+        random: Random,
+    ) -> None:
         self._card = card
-        self._pool = pool
+        self._tokenizer = tokenizer
         self._random = random
+        self._checks = FieldChecks(config, card.vocabulary_size)
+        self._reader = PromptReader(card, pool)
 
-    async def admit(self, wanted: GenerationInput) -> Admitted:
+    async def admit(self, request_id: str, wanted: GenerationInput) -> Admitted:
         """Checks the cheap fields, tokenizes in the pool, checks the lengths."""
-        self._check_model(wanted.model)
-        refuse_reserved(wanted.reserved)
-        _check_request_id(wanted.request_id)
-        sampling = self._sampling(wanted)
-        if wanted.max_tokens is not None and wanted.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens: {wanted.max_tokens} is below 1; leave it out for as many as fit",
-                field="max_tokens",
-            )
-        self._check_stop_token_ids(wanted.stop_token_ids)
-        self._check_ids("resume_output_ids", wanted.resume_output_ids)
-        prompt_ids = await self._prompt_ids(wanted.prompt)
+        plan = self._plan(request_id, wanted)
+        self._reader.check(wanted.prompts)
+        self._check_resumed(wanted, self._card.context_tokens)
+        await self._reader.check_lists("resume_output_ids", wanted.resume_output_ids)
+        prompts = await self._read(wanted)
         return Admitted(
-            request=Request(
-                request_id=wanted.request_id or uuid4().hex,
-                prompt_ids=prompt_ids,
-                sampling=sampling,
-                max_tokens=wanted.max_tokens,
-                output_ids=wanted.resume_output_ids,
-                deadline=wanted.deadline,
-                wants_logprobs=wanted.logprobs,
+            request_id=request_id,
+            seed=plan.sampling.seed,
+            choices=tuple(
+                _choice(plan, prompt, prompt_index, choice)
+                for prompt_index, prompt in enumerate(prompts)
+                for choice in range(plan.choices_count)
             ),
-            stop_ids=frozenset(wanted.stop_token_ids)
-            | frozenset(() if wanted.ignore_eos else self._card.end_token_ids),
-            output_tokens_max=self._output_tokens_max(wanted, len(prompt_ids)),
         )
 
     # ---------------------------------------------------------------- fields
+
+    def _plan(self, request_id: str, wanted: GenerationInput) -> _Plan:
+        self._check_model(wanted.model)
+        checks = self._checks
+        choices_count = checks.choices_count(wanted)
+        refuse_reserved(wanted.reserved, choices_count)
+        checks.check_lengths(wanted)
+        checks.check_scheduling(wanted)
+        checks.check_stops(wanted)
+        stop_ids = self._stop_ids(wanted)
+        seed = checks.seed(wanted.seed)
+        if seed is None:
+            seed = self._random.getrandbits(SEED_DRAWN_BITS)
+        return _Plan(
+            request_id=request_id,
+            wanted=wanted,
+            choices_count=choices_count,
+            sampling=checks.sampling(wanted, seed, stop_ids),
+            stop_ids=stop_ids,
+            stop_strings=StopStrings(wanted.stop),
+            prompt_top_tokens=checks.prompt_top_tokens(wanted),
+        )
 
     def _check_model(self, name: str) -> None:
         if name and name not in self._card.names:
@@ -125,112 +111,75 @@ class Admission:
                 field="model",
             )
 
-    def _sampling(self, wanted: GenerationInput) -> Sampling:
-        temperature = (
-            TEMPERATURE_DEFAULT if wanted.temperature is None else float(wanted.temperature)
-        )
-        if not (math.isfinite(temperature) and 0 <= temperature <= TEMPERATURE_MAX):
-            raise InvalidRequest(
-                f"temperature: {temperature} is not between 0 and {TEMPERATURE_MAX:g}; send 0 for "
-                "the likeliest token, 1 for the model's own distribution",
-                field="temperature",
-            )
-        seed = wanted.seed
-        if seed is None:
-            seed = self._random.getrandbits(SEED_DRAWN_BITS)
-        elif not 0 <= seed <= SEED_MAX:
-            raise InvalidRequest(
-                f"seed: {_short(seed)} is not between 0 and {SEED_MAX}; leave it out for a random "
-                "one",
-                field="seed",
-            )
-        greedy = temperature < TEMPERATURE_GREEDY_BELOW
-        return Sampling(temperature=0.0 if greedy else temperature, seed=seed)
+    def _stop_ids(self, wanted: GenerationInput) -> frozenset[int]:
+        """A special token gives no text: one that is named as a stop string ends by its id."""
+        special_ids = map(self._tokenizer.special_id, wanted.stop)
+        stop_ids = {*wanted.stop_token_ids, *(each for each in special_ids if each is not None)}
+        return frozenset(stop_ids if wanted.ignore_eos else {*stop_ids, *self._card.end_token_ids})
 
-    def _check_stop_token_ids(self, token_ids: tuple[int, ...]) -> None:
-        if len(token_ids) > STOP_TOKEN_IDS_MAX:
-            raise InvalidRequest(
-                f"stop_token_ids: {len(token_ids)} ids are more than {STOP_TOKEN_IDS_MAX}; send "
-                "fewer",
-                field="stop_token_ids",
-            )
-        self._check_ids("stop_token_ids", token_ids)
+    # ---------------------------------------------------------------- prompts and lengths
 
-    def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
-        if not token_ids:
-            return
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._card.vocabulary_size:
-                raise InvalidRequest(
-                    f"{name}: token id {_short(token_id)} is outside the vocabulary; ids go from 0 "
-                    f"to {self._card.vocabulary_size - 1}",
-                    field=name,
-                )
-
-    # ---------------------------------------------------------------- prompt and lengths
-
-    async def _prompt_ids(
-        self, prompt: TextPrompt | TokenPrompt | ChatPrompt | None
-    ) -> tuple[int, ...]:
-        match prompt:
-            case TextPrompt(text=text) if text:
-                return await self._pool.encode(text)
-            case TokenPrompt(token_ids=token_ids) if token_ids:
-                self._check_ids("prompt", token_ids)
-                return token_ids
-            case ChatPrompt(messages=messages) if messages:
-                token_ids = await self._pool.encode_chat(messages)
-                if token_ids:
-                    return token_ids
-        name = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        problem = "is missing" if prompt is None else "is empty"
-        raise InvalidRequest(f"{name}: {problem}; send at least one token of input", field=name)
+    async def _read(self, wanted: GenerationInput) -> list[_ReadPrompt]:
+        prompts_ids = await self._reader.read(wanted.prompts)
+        limits = [self._output_tokens_max(wanted, len(token_ids)) for token_ids in prompts_ids]
+        texts: list[str | None] = [None] * len(prompts_ids)
+        if wanted.echo:
+            texts = [*await self._reader.texts(wanted.prompts, prompts_ids)]
+        return list(map(_ReadPrompt, prompts_ids, texts, limits))
 
     def _output_tokens_max(self, wanted: GenerationInput, prompt_tokens: int) -> int:
         """Most output tokens; the limit of memory is the core's to add."""
         context_tokens = self._card.context_tokens
-        name = "messages" if isinstance(wanted.prompt, ChatPrompt) else "prompt"
-        if prompt_tokens >= context_tokens:
-            raise InvalidRequest(
-                f"{name}: {prompt_tokens} tokens leave no room for output in the context of "
-                f"{context_tokens} tokens; send at most {context_tokens - 1}",
-                field=name,
-            )
         output_tokens_max = context_tokens - prompt_tokens
         if wanted.max_tokens is not None:
             if wanted.max_tokens > output_tokens_max:
                 raise InvalidRequest(
-                    f"max_tokens: {prompt_tokens} prompt tokens and {_short(wanted.max_tokens)} "
+                    f"max_tokens: {prompt_tokens} prompt tokens and {short(wanted.max_tokens)} "
                     f"output tokens exceed the context of {context_tokens} tokens; send at most "
                     f"{output_tokens_max} or a shorter prompt",
                     field="max_tokens",
                 )
             output_tokens_max = wanted.max_tokens
-        if len(wanted.resume_output_ids) > output_tokens_max:
-            raise InvalidRequest(
-                f"resume_output_ids: {len(wanted.resume_output_ids)} tokens are more than the "
-                f"{output_tokens_max} this answer may have; send those that were received",
-                field="resume_output_ids",
-            )
+        self._check_resumed(wanted, output_tokens_max)
         return output_tokens_max
 
-
-def _check_request_id(request_id: str) -> None:
-    if len(request_id) > REQUEST_ID_CHARACTERS_MAX:
-        raise InvalidRequest(
-            f"request_id: {len(request_id)} characters are more than {REQUEST_ID_CHARACTERS_MAX}; "
-            "send a shorter one or none",
-            field="request_id",
-        )
-    if not request_id.isprintable():
-        raise InvalidRequest(
-            f"request_id: {request_id!a} holds characters that cannot be printed; send letters, "
-            "digits and signs, or none",
-            field="request_id",
-        )
+    def _check_resumed(self, wanted: GenerationInput, output_tokens_max: int) -> None:
+        longest = max(map(len, wanted.resume_output_ids), default=0)
+        if longest > output_tokens_max:
+            raise InvalidRequest(
+                f"resume_output_ids: {longest} tokens are more than the {output_tokens_max} this "
+                "answer may have; send those that were received",
+                field="resume_output_ids",
+            )
 
 
-def _short(number: int) -> str:
-    """A number for people; one of thousands of digits only by its size."""
-    bits = number.bit_length()
-    return str(number) if bits <= 128 else f"a number of {bits} bits"
+def _choice(plan: _Plan, prompt: _ReadPrompt, prompt_index: int, choice: int) -> AdmittedChoice:
+    wanted = plan.wanted
+    index = prompt_index * plan.choices_count + choice
+    alone = len(wanted.prompts) * plan.choices_count == 1
+    resumed = wanted.resume_output_ids
+    # A higher one would only have to be carried: the answer ends by its length before.
+    min_tokens = min(plan.sampling.min_tokens, prompt.output_tokens_max)
+    request = Request(
+        request_id=plan.request_id if alone else f"{plan.request_id}/{index}",
+        prompt_ids=prompt.token_ids,
+        sampling=replace(plan.sampling, choice=choice, min_tokens=min_tokens),
+        max_tokens=wanted.max_tokens,
+        output_ids=resumed[index] if index < len(resumed) else (),
+        priority=wanted.priority or 0,
+        deadline=wanted.deadline,
+        salt=wanted.cache_salt,
+        wants_logprobs=wanted.logprobs,
+        top_tokens=wanted.top_tokens or 0,
+        prompt_top_tokens=plan.prompt_top_tokens,
+        wants_logits=wanted.wants_logits,
+        use_prefix_cache=plan.prompt_top_tokens is None,
+        target_group=wanted.target_group,
+    )
+    return AdmittedChoice(
+        index=index,
+        prompt_index=prompt_index,
+        request=request,
+        ends=Ends(plan.stop_ids, plan.stop_strings, min_tokens, prompt.output_tokens_max),
+        prompt_text=prompt.text,
+    )

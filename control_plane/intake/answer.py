@@ -1,102 +1,94 @@
-"""One answer on its way to a client: finds the end, in token order, and holds what is not yet read.
+"""One choice on its way to a client: finds its end, in token order, and holds what is not yet read.
 
-core --TokenDelta--> Answer.take ... Answer.next_piece --> server
+core --TokenDelta, PromptDelta--> Answer.take ... Answer.take_piece --> Generation
 """
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
-from control_plane.errors import RequestError
-from control_plane.intake.admission import Admitted
+from control_plane.intake.admitted import AdmittedChoice
+from control_plane.intake.answer_piece import AnswerPiece
 from control_plane.intake.detokenizer import Detokenizer
+from control_plane.intake.stop_matcher import StopMatcher
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.request import FinishReason, Request
-from control_plane.scheduling.messages import RequestFacts, TokenDelta
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Counts and facts of a finished answer; as in protos/inference.proto."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    group_id: str
-    failovers: int
-    retractions: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPiece:
-    """What came since the piece before; first_index: output index of token_ids[0].
-
-    text: whole characters only, without the text of the token that ended the answer. logprobs: one
-    a token if asked for, else empty. finish_reason, usage: set in the last piece.
-    """
-
-    first_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+from control_plane.scheduling.messages import PromptDelta, RequestFacts, TokenDelta, TopTokens
 
 
 class Answer:
-    """One writer (the core's effects) and one reader (a server).
+    """What the reader has not taken is joined into one piece: at most `output_tokens_max` tokens
+    and the scores of one prompt, so a slow reader costs memory but never time.
 
-    Tokens the reader has not taken yet are joined into one piece, at most `output_tokens_max` of
-    them, so a slow reader costs memory but never time. on_end: called with the count of output
-    tokens when the answer is complete, exactly once.
+    tokens_at: when its latest tokens came, for whoever measures; None before them.
     """
 
-    def __init__(
-        self, admitted: Admitted, tokenizer: Tokenizer, on_end: Callable[[int], None]
-    ) -> None:
-        self.request: Request = admitted.request
+    def __init__(self, choice: AdmittedChoice, tokenizer: Tokenizer) -> None:
+        self.choice = choice
+        self.facts = RequestFacts()
         self.logits: bytes | None = None
-        self._stop_ids = admitted.stop_ids
-        self._tokens_max = admitted.output_tokens_max
-        self._on_end = on_end
-        self._detokenizer = Detokenizer(tokenizer)
-        self._facts = RequestFacts()
-        self._finish_reason: FinishReason | None = None
-        self._error: RequestError | None = None
+        self.count = 0
+        self.tokens_at: float | None = None
+        self._ends = choice.ends
+        self._tokens_max = choice.ends.output_tokens_max
+        self._detokenizer = Detokenizer(tokenizer, choice.request.prompt_ids)
+        self._matcher = StopMatcher(choice.ends.stop_strings)
+        self._reason: FinishReason | None = None
+        scored = choice.request.prompt_top_tokens is not None
+        self._scores_missing = len(choice.request.prompt_ids) - 1 if scored else 0
         self._last_piece_taken = False
-        self._wake = asyncio.Event()
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: list[TopTokens] = []
         self._texts: list[str] = []
-        self._count = 0
+        self._prompt_deltas: list[PromptDelta] = []
         self._resume()
+        self._draws = self._reason is None
 
     @property
-    def over(self) -> bool:
-        """Nothing more will come: complete or failed."""
-        return self._finish_reason is not None or self._error is not None
+    def submission(self) -> Request | None:
+        """What the core is asked for; None if there is nothing to compute."""
+        if self.complete:
+            return None
+        request = self.choice.request
+        if self._draws:
+            return request
+        # Only the prompt is to be scored; the core draws a token in any case.
+        return replace(request, output_ids=(), max_tokens=1)
 
     @property
-    def facts(self) -> RequestFacts:
-        """Latest facts from the core."""
-        return self._facts
+    def complete(self) -> bool:
+        """Whether nothing more will come: the end is found, and every score is here."""
+        return self._reason is not None and not self._scores_missing
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended, once it is complete."""
+        return self._reason if self.complete else None
+
+    @property
+    def computed_count(self) -> int:
+        """Output tokens the core keeps: none where it was asked for scores only."""
+        return self.count if self._draws else 0
 
     # ---------------------------------------------------------------- the core's side
 
     def accept(self, tokens_max: int) -> None:
         """The core's own limit of output tokens is known."""
-        self._tokens_max = min(self._tokens_max, tokens_max)
-        if not self.over and self._count >= self._tokens_max:
-            self._finish(FinishReason.LENGTH)
-            self._on_end(self._count)
-
-    def take(self, delta: TokenDelta) -> None:
-        """Adds tokens up to the end of the answer; what comes after it is dropped."""
-        if self.over:
+        if self._reason is not None:
             return
-        assert delta.first_index == self._count, "the core skipped or repeated a token"
-        self._facts = delta.facts
+        self._tokens_max = min(self._tokens_max, tokens_max)
+        if self.count >= self._tokens_max:
+            self._finish(FinishReason.LENGTH)
+            # It has all its tokens, so the core computes nothing more of it.
+            self._scores_missing = 0
+
+    def take(self, delta: TokenDelta) -> int:
+        """Adds tokens up to the end of the answer and drops the rest; returns how many it added."""
+        if self._reason is not None:
+            if not self.count:
+                self.facts = delta.facts
+            return 0
+        assert delta.first_index == self.count, "the core skipped or repeated a token"
+        self.facts = delta.facts
         if delta.logits is not None:
             self.logits = delta.logits
         taken_count = 0
@@ -105,82 +97,77 @@ class Answer:
             self._token_ids.append(token_id)
             if self._count_token(token_id):
                 break
-        self._logprobs.extend(delta.logprobs[:taken_count])
-        self._wake.set()
-        if self._finish_reason is not None:
-            self._on_end(self._count)
+        request = self.choice.request
+        if request.wants_logprobs:
+            self._logprobs.extend(delta.logprobs[:taken_count])
+        if request.top_tokens:
+            self._tops.extend(delta.tops[:taken_count])
+        return taken_count
 
-    def fail(self, error: RequestError) -> None:
-        """The answer ends here with an error; what came before it can still be read."""
-        if not self.over:
-            self._error = error
-            self._wake.set()
+    def take_prompt(self, delta: PromptDelta) -> None:
+        """Adds scores of the prompt."""
+        if self._scores_missing:
+            self._prompt_deltas.append(delta)
+            self._scores_missing -= len(delta.scores.logprobs)
 
     # ---------------------------------------------------------------- the reader's side
 
-    async def next_piece(self) -> AnswerPiece | None:
-        """Waits for more; None after the last piece. Raises the RequestError that ended it."""
-        while True:
-            if self._token_ids or (self._finish_reason is not None and not self._last_piece_taken):
-                return self._take_piece()
-            if self._error is not None:
-                raise self._error
-            if self._last_piece_taken:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
+    @property
+    def has_piece(self) -> bool:
+        """Whether there is something to take."""
+        finished = self.complete and not self._last_piece_taken
+        return bool(self._token_ids or self._prompt_deltas or finished)
 
-    def _take_piece(self) -> AnswerPiece:
-        finished = self._finish_reason is not None
+    def take_piece(self) -> AnswerPiece:
+        """All that came since the piece before; `usage` is the caller's to add."""
         piece = AnswerPiece(
-            first_index=self._count - len(self._token_ids),
+            choice=self.choice.index,
+            first_index=self.count - len(self._token_ids),
             token_ids=tuple(self._token_ids),
             text="".join(self._texts),
             logprobs=tuple(self._logprobs),
-            finish_reason=self._finish_reason,
-            usage=self._usage() if finished else None,
+            tops=tuple(self._tops),
+            prompt_deltas=tuple(self._prompt_deltas),
+            finish_reason=self.finish_reason,
         )
-        self._last_piece_taken = finished
+        self._last_piece_taken = self.complete
         self._token_ids.clear()
         self._texts.clear()
         self._logprobs.clear()
+        self._tops.clear()
+        self._prompt_deltas.clear()
         return piece
-
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=len(self.request.prompt_ids),
-            completion_tokens=self._count,
-            cached_tokens=self._facts.cached_tokens,
-            group_id=self._facts.group_id,
-            failovers=self._facts.failovers,
-            retractions=self._facts.retractions,
-            seed=self.request.sampling.seed,
-        )
 
     # ---------------------------------------------------------------- the end
 
     def _resume(self) -> None:
         """Counts what the client already has; a complete answer needs no work at all."""
-        for token_id in self.request.output_ids:
+        if not self._tokens_max:
+            self._reason = FinishReason.LENGTH
+        for token_id in self.choice.request.output_ids:
             if self._count_token(token_id):
                 break
-        # The client has their text too; what the last ones began is held by the detokenizer.
+        # The client has their text too; what the last ones began is held back for the next.
         self._texts.clear()
 
     def _count_token(self, token_id: int) -> bool:
         """Counts one token, in order; True if it ends the answer."""
-        self._count += 1
-        if token_id in self._stop_ids:
+        self.count += 1
+        may_stop = self.count >= self._ends.min_tokens
+        if may_stop and token_id in self._ends.stop_ids:
             self._finish(FinishReason.STOP)
             return True
         if text := self._detokenizer.feed(token_id):
-            self._texts.append(text)
-        if self._count >= self._tokens_max:
+            self._texts.append(self._matcher.feed(text, may_stop=may_stop))
+        if self._matcher.stopped:
+            self._reason = FinishReason.STOP
+        elif self.count >= self._tokens_max:
             self._finish(FinishReason.LENGTH)
-            return True
-        return False
+        return self._reason is not None
 
     def _finish(self, reason: FinishReason) -> None:
-        self._finish_reason = reason
-        self._texts.append(self._detokenizer.flush())
-        self._wake.set()
+        """Releases held text; what stands for a cut character may complete a stop string, too."""
+        may_stop = self.count >= self._ends.min_tokens
+        self._texts.append(self._matcher.feed(self._detokenizer.flush(), may_stop=may_stop))
+        self._texts.append(self._matcher.flush())
+        self._reason = FinishReason.STOP if self._matcher.stopped else reason

@@ -1,7 +1,7 @@
 """The whole intake behind one object: the service feeds it effects and wires it to the core.
 
-clients --> HttpServer, InferenceServer, AdminServer --> Admission --> AnswerBook --post--> core
-                                                                 AnswerBook <--deliver-- core
+clients --> HttpServer, InferenceServer, AdminServer --> AnswerBook --> Admission, post --> core
+                                                         AnswerBook <--deliver-- core
 """
 
 import random
@@ -16,7 +16,10 @@ from control_plane.config import ControlPlaneConfig
 from control_plane.intake.admin_server import AdminServer
 from control_plane.intake.admission import Admission
 from control_plane.intake.answer_book import AnswerBook
+from control_plane.intake.api_keys import ApiKeys
+from control_plane.intake.byte_budget import ByteBudget
 from control_plane.intake.chat_template import ChatTemplate
+from control_plane.intake.generation import IntakeParts
 from control_plane.intake.grpc_server import GrpcServer
 from control_plane.intake.http_app import HttpApp
 from control_plane.intake.http_server import HttpServer
@@ -25,6 +28,7 @@ from control_plane.intake.model_files import ModelFiles
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.intake.tokenizer_pool import TokenizerPool
 from control_plane.intake.verdict_hub import VerdictHub
+from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import Condemn, Effect, Event, ServingChanged, Snapshot
 
 RESPONSES_GRACE_S = 2.0
@@ -44,8 +48,8 @@ class Intake:
 
     post: takes an event to the core; it may call `deliver` before it returns. snapshot: the core's
     present state. clock: the monotonic clock of the core, for deadlines. term: the control plane's
-    term, for status. Construction builds the tokenizer (0.3 s for 50 k tokens) and raises
-    ConfigurationError if the model's files do not allow it.
+    term, for status. metrics: counts every call. Construction builds the tokenizer (0.3 s for 50 k
+    tokens) and raises ConfigurationError if the model's files do not allow it.
     """
 
     def __init__(
@@ -56,30 +60,29 @@ class Intake:
         snapshot: Callable[[], Snapshot],
         clock: Callable[[], float],
         term: Callable[[], int] = lambda: 0,
+        *,
+        metrics: Metrics,
     ) -> None:
         tokenizer = Tokenizer(model.tokenizer, str(model.path))
-        card = ModelCard.of(model, config.model_name, config.scheduling.context_tokens)
-        self._book = AnswerBook(post, tokenizer)
+        context_tokens = config.scheduling.context_tokens
+        self._card = card = ModelCard.of(model, config.model_name, context_tokens, tokenizer.size)
         self._pool = TokenizerPool(
             tokenizer,
             ChatTemplate(model.chat_template, model.special_tokens, local_now),
             config.tokenizer_threads,
-            waiting_max=config.scheduling.queue_requests_max,
+            budget=ByteBudget(
+                bytes_max=config.intake_bytes_max, pieces_max=config.scheduling.queue_requests_max
+            ),
             context_tokens=card.context_tokens,
         )
-        admission = Admission(card, self._pool, random.SystemRandom())
+        admission = Admission(config, card, tokenizer, self._pool, random.SystemRandom())
+        self._book = book = AnswerBook(IntakeParts(admission, tokenizer, post, metrics, clock))
         self._verdicts = VerdictHub()
-        self._http = HttpServer(
-            config, HttpApp(config, card, admission, self._book, tokenizer, utc_now).asgi()
-        )
-        self._grpc = GrpcServer(
-            config,
-            card,
-            admission,
-            self._book,
-            clock,
-            AdminServer(config, admission, self._book, self._verdicts, snapshot, term),
-        )
+        keys = ApiKeys(config.api_keys)
+        app = HttpApp(config, card, book, tokenizer, utc_now, metrics.expose, keys)
+        self._http = HttpServer(config, app.asgi())
+        admin = AdminServer(config, book, self._verdicts, snapshot, term)
+        self._grpc = GrpcServer(config, card, book, clock, admin)
 
     async def start(self, tasks: TaskGroup) -> IntakePorts:
         """Opens both servers; `tasks` runs their background work until `stop`."""
@@ -106,8 +109,13 @@ class Intake:
         self._verdicts.publish(condemn)
 
     @property
+    def vocabulary_tokens(self) -> int:
+        """Ids from there on do not exist for any client, though the model may draw them."""
+        return self._card.vocabulary_size
+
+    @property
     def running_count(self) -> int:
-        """Answers not ended yet; drain waits until it is 0."""
+        """Calls some client still waits for or reads; drain waits until it is 0."""
         return self._book.running_count
 
     def refuse_new(self, reason: str) -> None:

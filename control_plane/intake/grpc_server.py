@@ -14,17 +14,21 @@ from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError, RequestCancelled, RequestError
 from control_plane.intake import wire
 from control_plane.intake.admin_server import AdminServer
-from control_plane.intake.admission import Admission
+from control_plane.intake.admitted import Admitted
 from control_plane.intake.answer_book import AnswerBook
+from control_plane.intake.api_keys import ApiKeys
+from control_plane.intake.generation import Generation
+from control_plane.intake.generation_input import GenerationInput
 from control_plane.intake.grpc_errors import abort
+from control_plane.intake.key_guard import KeyGuard
 from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
 from control_plane.message_guard import MessageGuard
-from control_plane.request import Request
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+PROTOCOL = "grpc"
 
 GenerateContext = grpc.aio.ServicerContext[
     inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
@@ -40,17 +44,16 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
+        config: ControlPlaneConfig,
         card: ModelCard,
-        admission: Admission,
         book: AnswerBook,
         clock: Callable[[], float],
-        stall_s: float,
     ) -> None:
         self._card = card
-        self._admission = admission
         self._book = book
         self._clock = clock
-        self._stall_s = stall_s
+        self._stall_s = config.stream_buffer_stall_s
+        self._message_bytes_max = config.client_message_bytes_max
 
     # Writing through the context, unlike yielding, shows when a client does not read.
     @override
@@ -58,20 +61,31 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         try:
-            await self._generate(request, context)
+            with self._book.open(request.request_id, PROTOCOL) as generation:
+                await generation.start(self._wanted(request, context, generation))
+                await self._answer(generation, context)
         except RequestError as error:
             await abort(context, error)
 
-    async def _generate(
-        self, request: inference_pb2.GenerateRequest, context: GenerateContext
-    ) -> None:
-        wanted = wire.generation_input(request, self._deadline(context))
-        admitted = await self._admission.admit(wanted)
-        with self._book.answering(admitted) as answer:
-            first_of: Request | None = answer.request
-            while (piece := await answer.next_piece()) is not None:
-                await self._write(context, wire.generate_response(piece, first_of))
-                first_of = None
+    def _wanted(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: GenerateContext,
+        generation: Generation,
+    ) -> GenerationInput:
+        deadline = self._deadline(context)
+        try:
+            return wire.generation_input(request, deadline, self._card.context_tokens)
+        except RequestError as error:
+            generation.fail(error)  # or it would count as cancelled
+            raise
+
+    async def _answer(self, generation: Generation, context: GenerateContext) -> None:
+        first_of: Admitted | None = generation.admitted
+        while (piece := await generation.next_piece()) is not None:
+            for message in wire.generate_responses(piece, first_of, self._message_bytes_max):
+                await self._write(context, message)
+            first_of = None
 
     async def _write(
         self, context: GenerateContext, message: inference_pb2.GenerateResponse
@@ -110,16 +124,13 @@ class GrpcServer:
         self,
         config: ControlPlaneConfig,
         card: ModelCard,
-        admission: Admission,
         book: AnswerBook,
         clock: Callable[[], float],
         admin: AdminServer,
     ) -> None:
         self._config = config
         self._book = book
-        self._inference = InferenceServer(
-            card, admission, book, clock, config.stream_buffer_stall_s
-        )
+        self._inference = InferenceServer(config, card, book, clock)
         self._admin = admin
         self._health = health.aio.HealthServicer()
         self._health_changed = asyncio.Event()
@@ -128,7 +139,10 @@ class GrpcServer:
     async def start(self, tasks: TaskGroup) -> int:
         """Listens; returns the port. Raises ConfigurationError if the address cannot be had."""
         server = grpc.aio.server(
-            interceptors=[MessageGuard()],
+            interceptors=[
+                KeyGuard(ApiKeys(self._config.api_keys), (INFERENCE_SERVICE, ADMIN_SERVICE)),
+                MessageGuard(),
+            ],
             options=_server_options(self._config.client_message_bytes_max),
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)

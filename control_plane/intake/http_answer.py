@@ -1,25 +1,33 @@
 """One generation over HTTP: waits for the answer and watches whether the client is still there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import anyio
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from control_plane.errors import RequestError
-from control_plane.intake.admission import Admission, GenerationInput
-from control_plane.intake.answer import Answer, AnswerPiece
+from control_plane.intake.admitted import Admitted
 from control_plane.intake.answer_book import AnswerBook
-from control_plane.intake.http_errors import error_object, error_response, json_response
+from control_plane.intake.answer_piece import AnswerPiece
+from control_plane.intake.generation import Generation
+from control_plane.intake.http_body import HeldBody
+from control_plane.intake.http_errors import OWN_NAMES, error_object, error_response
 from control_plane.intake.http_format import AnswerFormat
 from control_plane.intake.http_json import dump
-from control_plane.request import Request
+from control_plane.intake.http_schema import AnswerShape, HttpCall
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks proxies not to hold events back
 ]
+PROTOCOL = "http"
+INLINE_BODY_BYTES_MAX = 64 << 10
+"""Parsing a larger body takes more than a millisecond and is done in a thread."""
+INLINE_ENTRIES_MAX = 1000
+"""Writing more log-probabilities takes milliseconds and is done in a thread."""
 
 
 class HttpAnswer:
@@ -27,19 +35,19 @@ class HttpAnswer:
 
     def __init__(
         self,
-        admission: Admission,
         book: AnswerBook,
-        wanted: GenerationInput,
-        make_format: Callable[[Request], AnswerFormat],
-        *,
-        streamed: bool,
+        request_id: str,
+        body: HeldBody,
+        read: Callable[[bytes], HttpCall],
+        make_format: Callable[[Admitted, AnswerShape], AnswerFormat],
         stall_s: float,
     ) -> None:
-        self._admission = admission
         self._book = book
-        self._wanted = wanted
+        self._request_id = request_id
+        self._body = body
+        self._read = read
+        self._field_names = OWN_NAMES
         self._make_format = make_format
-        self._streamed = streamed
         self._stall_s = stall_s
         self._started = False
 
@@ -59,41 +67,61 @@ class HttpAnswer:
             tasks.cancel_scope.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admitted = await self._admission.admit(self._wanted)
-        with self._book.answering(admitted) as answer:
-            layout = self._make_format(answer.request)
-            if self._streamed:
-                await self._stream(answer, layout, send)
+        with self._body, self._book.open(self._request_id, PROTOCOL) as generation:
+            call = await self._parsed()
+            shape, self._field_names = call.shape, call.field_names
+            await generation.start(call.wanted)
+            del call  # the prompt need not wait for the end of the answer
+            layout = self._make_format(generation.admitted, shape)
+            if shape.streamed:
+                await self._stream(generation, layout, send)
                 return
             pieces: list[AnswerPiece] = []
-            while (piece := await answer.next_piece()) is not None:
+            while (piece := await generation.next_piece()) is not None:
                 pieces.append(piece)
-        await json_response(layout.whole(pieces))(scope, receive, send)
+        content = await _written(layout, pieces, lambda: layout.whole(pieces))
+        await Response(content, media_type="application/json")(scope, receive, send)
 
-    async def _stream(self, answer: Answer, layout: AnswerFormat, send: Send) -> None:
+    async def _parsed(self) -> HttpCall:
+        with self._body as body:
+            if len(body.raw) <= INLINE_BODY_BYTES_MAX:
+                return self._read(body.raw)
+            return await anyio.to_thread.run_sync(self._read, body.raw)
+
+    async def _stream(self, generation: Generation, layout: AnswerFormat, send: Send) -> None:
         """The status is sent with the first piece: an error before it has a status of its own."""
-        while (piece := await answer.next_piece()) is not None:
-            chunk = layout.chunk(piece)
+        while (piece := await generation.next_piece()) is not None:
+            chunk = await self._chunk(layout, piece)
             if not self._started:
                 self._started = True
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
                 )
-                chunk = layout.first_chunk() + chunk
-            if piece.finish_reason is not None:
-                chunk += layout.last_chunks(piece.usage)
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+    async def _chunk(self, layout: AnswerFormat, piece: AnswerPiece) -> bytes:
+        chunk = await _written(layout, (piece,), lambda: layout.chunk(piece))
+        return chunk if piece.usage is None else chunk + layout.last_chunks(piece.usage)
 
     async def _send_error(
         self, error: RequestError, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if not self._started:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._field_names)(scope, receive, send)
             return
-        event = b"data: " + dump(error_object(error)) + b"\n\n"
+        event = b"data: " + dump(error_object(error, self._field_names)) + b"\n\n"
         await send({"type": "http.response.body", "body": event})
+
+
+async def _written(
+    layout: AnswerFormat, pieces: Sequence[AnswerPiece], write: Callable[[], bytes]
+) -> bytes:
+    """The result of `write`, in a thread if it takes long."""
+    if layout.entries_count(pieces) <= INLINE_ENTRIES_MAX:
+        return write()
+    return await anyio.to_thread.run_sync(write)
 
 
 async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:

@@ -1,26 +1,47 @@
 """RequestErrors as OpenAI-shaped JSON: the one place where errors become HTTP statuses."""
 
 import math
+from collections.abc import Mapping
 
 from starlette.responses import Response
 
 from control_plane.errors import RequestError
 from control_plane.intake.http_json import dump
 
-TYPES = {429: "rate_limit_error", 499: "request_cancelled"}
+TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "request_cancelled"}
+RETRY_STATUSES = (429, 503)
+RETRY_AFTER_S = 1.0
+"""The hint where the error itself gives none."""
+
+OWN_NAMES: Mapping[str, str] = {}
+"""For requests whose fields have the names that errors use."""
 
 
-def error_object(error: RequestError) -> dict[str, object]:
-    """{"error": ...} as OpenAI clients read it, in a body or in an event of a stream."""
-    return _object(error.http_status, error.message, error.field, error.reason)
+def error_object(
+    error: RequestError, field_names: Mapping[str, str] = OWN_NAMES
+) -> dict[str, object]:
+    """{"error": ...} as OpenAI clients read it, in a body or in an event of a stream.
+
+    field_names: what the client called a field, by the name the error has for it.
+    """
+    field, message = error.field, error.message
+    if field is not None and field in field_names:
+        own_name = field_names[field]
+        if message.startswith(f"{field}:"):
+            message = own_name + message[len(field) :]
+        field = own_name
+    return _object(error.http_status, message, field, error.reason)
 
 
-def error_response(error: RequestError) -> Response:
+def error_response(error: RequestError, field_names: Mapping[str, str] = OWN_NAMES) -> Response:
     """The error as a whole response, with Retry-After where trying again may help."""
     headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return json_response(error_object(error), error.http_status, headers)
+    if error.retry_after_s is not None or error.http_status in RETRY_STATUSES:
+        retry_after_s = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(error_object(error, field_names), error.http_status, headers)
 
 
 def plain_error_response(

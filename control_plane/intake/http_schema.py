@@ -1,16 +1,48 @@
-"""What HTTP clients send: JSON bodies, checked for shape and turned into GenerationInput.
+"""What HTTP clients send: JSON bodies, checked for shape and turned into a call of the intake.
 
 Limits of values are admission's; fields unknown to every version are ignored, as OpenAI's are many.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from control_plane.errors import InvalidRequest
-from control_plane.intake.admission import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
+from control_plane.intake import http_values
+from control_plane.intake.generation_input import ChatPrompt, GenerationInput, Prompt
 from control_plane.intake.reserved_fields import NEUTRAL_VALUES
+
+SHOWN_CHARACTERS_MAX = 80
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """How the client wants its answer written.
+
+    model_name: as the client called it, or "". top_logprobs: alternatives listed with each token.
+    prompt_logprobs: None if they were not asked for.
+    """
+
+    model_name: str = ""
+    streamed: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """A body that was read. field_names: what this body calls a field, by the intake's name."""
+
+    wanted: GenerationInput
+    shape: AnswerShape
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
 
 class StreamOptions(BaseModel):
@@ -21,153 +53,172 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """Fields both endpoints have; null means the default everywhere."""
+    """Fields both endpoints have; null means the default everywhere.
+
+    Lists and objects are `object` here and checked in http_values.
+    """
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
+    n: int | None = None
     temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: object = None
     seed: int | None = None
+    stop: object = None
+    stop_token_ids: object = None
+    min_tokens: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
-
-    def wants_usage_chunk(self) -> bool:
-        """A streamed answer ends with a chunk that holds the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionBody(GenerationBody):
-    """Body of /v1/completions; prompt: text or token ids."""
+    """Body of /v1/completions. logprobs: alternatives listed with each token; 0 is none."""
 
     prompt: object = None
     logprobs: int | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
 
 
 class ChatBody(GenerationBody):
-    """Body of /v1/chat/completions; messages: objects with role and content."""
+    """Body of /v1/chat/completions."""
 
-    messages: list[dict[str, object]] | None = None
+    messages: object = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
 
 
 Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
-def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, dict[str, object]]:
-    """The body and the reserved fields in it. Raises InvalidRequest naming the field."""
-    values = _json_object(raw)
-    try:
-        body = kind.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"])) or "body"
+def read_completion(raw: bytes, choices_max: int) -> HttpCall:
+    """A body of /v1/completions. Raises InvalidRequest naming the field."""
+    body, reserved = _read(raw, CompletionBody)
+    if body.top_logprobs:
         raise InvalidRequest(
-            f"{name}: {first['msg']}; send it so or leave it out", field=name
-        ) from error
-    # `logprobs` means other things to the two endpoints and is not reserved.
-    return body, {name: values[name] for name in NEUTRAL_VALUES if name in values}
-
-
-def completion_input(
-    body: CompletionBody, reserved: dict[str, object], request_id: str
-) -> GenerationInput:
-    """A completion as admission takes it."""
-    if body.logprobs is not None and body.logprobs not in (0, 1):
-        raise InvalidRequest(
-            f"logprobs: {body.logprobs} is not supported yet; send 0 or 1 for the log-probability "
-            "of each drawn token",
-            field="logprobs",
+            "top_logprobs: is a field of conversations; send the number as logprobs",
+            field="top_logprobs",
         )
-    return _generation_input(
-        body, _prompt(body.prompt), reserved, request_id, logprobs=body.logprobs is not None
+    wanted = _generation_input(
+        body,
+        http_values.prompts(body.prompt, choices_max),
+        reserved,
+        logprobs=body.logprobs is not None,
+        top_tokens=body.logprobs,
+        echo=bool(body.echo),
     )
+    return HttpCall(wanted, _shape(body, wanted), _field_names(body) | {"top_logprobs": "logprobs"})
 
 
-def chat_input(body: ChatBody, reserved: dict[str, object], request_id: str) -> GenerationInput:
-    """A conversation as admission takes it."""
-    messages = tuple(_message(index, each) for index, each in enumerate(body.messages or ()))
-    return _generation_input(
-        body, ChatPrompt(messages), reserved, request_id, logprobs=bool(body.logprobs)
+def read_chat(raw: bytes, choices_max: int) -> HttpCall:
+    """A body of /v1/chat/completions; `choices_max` is for one with prompts. Raises likewise."""
+    del choices_max
+    body, reserved = _read(raw, ChatBody)
+    if body.echo:
+        raise InvalidRequest(
+            "echo: is a field of /v1/completions; leave it out for a conversation", field="echo"
+        )
+    wanted = _generation_input(
+        body,
+        (ChatPrompt(http_values.messages(body.messages)),),
+        reserved,
+        logprobs=bool(body.logprobs),
+        top_tokens=body.top_logprobs,
     )
-
-
-def _generation_input(
-    body: GenerationBody,
-    prompt: TextPrompt | TokenPrompt | ChatPrompt | None,
-    reserved: dict[str, object],
-    request_id: str,
-    *,
-    logprobs: bool,
-) -> GenerationInput:
-    max_tokens = body.max_completion_tokens
-    return GenerationInput(
-        prompt=prompt,
-        request_id=request_id,
-        model=body.model or "",
-        temperature=body.temperature,
-        seed=body.seed,
-        max_tokens=body.max_tokens if max_tokens is None else max_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
-        reserved=reserved,
-    )
+    return HttpCall(wanted, _shape(body, wanted), _field_names(body))
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _prompt(prompt: object) -> TextPrompt | TokenPrompt | None:
-    if prompt is None:
-        return None
-    if isinstance(prompt, str):
-        return TextPrompt(prompt)
-    if isinstance(prompt, list):
-        kinds = set(map(type, prompt))
-        if kinds <= {int}:
-            return TokenPrompt(tuple(prompt))
-        if kinds <= {str, list}:
-            raise InvalidRequest(
-                "prompt: several prompts in one request are not supported yet; send one request "
-                "for each",
-                field="prompt",
-            )
-    raise InvalidRequest("prompt: must be a string or a list of token ids", field="prompt")
-
-
-def _message(index: int, message: dict[str, object]) -> dict[str, object]:
-    where = f"messages.{index}"
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise InvalidRequest(f"{where}.role: must be a string such as 'user'", field="messages")
-    if message.get("tool_calls"):
+def _read(raw: bytes, kind: type[Body]) -> tuple[Body, dict[str, object]]:
+    """The body and the reserved fields in it."""
+    values = _json_object(raw)
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(map(str, first["loc"]))[:SHOWN_CHARACTERS_MAX]
         raise InvalidRequest(
-            f"{where}.tool_calls: not supported yet; leave it out", field="messages"
+            f"{name}: {first['msg']}; send it so or leave it out", field=str(first["loc"][0])
+        ) from error
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs: cannot be streamed; leave out stream, or send echo and logprobs to "
+            "/v1/completions",
+            field="prompt_logprobs",
         )
-    return {"role": role, "content": _content(where, message.get("content"))}
+    return body, {name: values[name] for name in NEUTRAL_VALUES if values.get(name) is not None}
 
 
-def _content(where: str, content: object) -> str:
-    """Text as it is; a list of text parts joined, as OpenAI allows."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where}.content: must be a string", field="messages")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f"{where}.content: only parts of type 'text' are supported", field="messages"
-            )
-        texts.append(text)
-    return "".join(texts)
+def _generation_input(
+    body: GenerationBody,
+    prompts: tuple[Prompt, ...],
+    reserved: dict[str, object],
+    *,
+    logprobs: bool,
+    top_tokens: int | None,
+    echo: bool = False,
+) -> GenerationInput:
+    newer = body.max_completion_tokens
+    return GenerationInput(
+        prompts=prompts,
+        model=body.model or "",
+        n=body.n,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=http_values.logit_bias(body.logit_bias),
+        seed=body.seed,
+        stop=http_values.stop_strings(body.stop),
+        stop_token_ids=http_values.token_ids("stop_token_ids", body.stop_token_ids),
+        min_tokens=body.min_tokens,
+        max_tokens=body.max_tokens if newer is None else newer,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        top_tokens=top_tokens,
+        prompt_top_tokens=body.prompt_logprobs,
+        echo=echo,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        reserved=reserved,
+    )
+
+
+def _shape(body: GenerationBody, wanted: GenerationInput) -> AnswerShape:
+    options = body.stream_options
+    return AnswerShape(
+        model_name=wanted.model,
+        streamed=bool(body.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        logprobs=wanted.logprobs,
+        top_logprobs=wanted.top_tokens or 0,
+        prompt_logprobs=body.prompt_logprobs,
+        echo=wanted.echo,
+    )
+
+
+def _field_names(body: GenerationBody) -> dict[str, str]:
+    return {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
 
 
 def _json_object(raw: bytes) -> dict[str, object]:

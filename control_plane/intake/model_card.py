@@ -9,7 +9,10 @@ ALIAS = "default"
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """names: every name the model answers to, its own first. context_tokens: prompt and output."""
+    """names: every name the model answers to, its own first. context_tokens: prompt and output.
+
+    vocabulary_size: ids from it on do not exist, though the model may have logits for them.
+    """
 
     names: tuple[str, ...]
     architecture: str
@@ -24,14 +27,17 @@ class ModelCard:
         return self.names[0]
 
     @staticmethod
-    def of(model: ModelFiles, name: str, context_tokens: int | None) -> "ModelCard":
+    def of(
+        model: ModelFiles, name: str, context_tokens: int | None, tokenizer_size: int
+    ) -> "ModelCard":
         """The card of a model; name: "" means the name of its file. context_tokens: a lower limit
-        than the model's own, if one is set."""
+        than the model's own, if one is set. tokenizer_size: number of ids it knows."""
+        vocabulary_size = min(model.vocabulary_size, tokenizer_size)
         return ModelCard(
             names=tuple(dict.fromkeys((name or model.name, ALIAS))),
             architecture=model.architecture,
             context_tokens=min(model.context_tokens, context_tokens or model.context_tokens),
-            vocabulary_size=model.vocabulary_size,
-            end_token_ids=model.end_token_ids,
+            vocabulary_size=vocabulary_size,
+            end_token_ids=tuple(each for each in model.end_token_ids if each < vocabulary_size),
             has_chat_template=model.chat_template is not None,
         )

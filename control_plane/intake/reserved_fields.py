@@ -1,6 +1,6 @@
 """Fields of the protocols that are not honoured yet: refused by name, never silently ignored.
 
-A value that changes nothing (top_p = 1) is accepted, since many clients send it.
+A value that changes nothing (tool_choice = "none") is accepted, since many clients send it.
 """
 
 import reprlib
@@ -9,30 +9,14 @@ from collections.abc import Mapping
 from control_plane.errors import InvalidRequest
 
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    # filters
-    "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
+    # drawing
     "typical_p": (1,),
-    # penalties and biases
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
-    # ends
-    "stop": ([],),
-    "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
-    # choices and log-probabilities
-    "n": (1,),
     "best_of": (1,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     # shape of the answer
-    "echo": (False,),
+    "include_stop_str_in_output": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -53,19 +37,23 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    # scheduling
-    "priority": (0,),
-    "cache_salt": ("",),
+    # models
     "adapter": (0,),
 }
 
 
-def refuse_reserved(values: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for the first reserved field that asks for something."""
+def refuse_reserved(values: Mapping[str, object], choices_count: int) -> None:
+    """Raises InvalidRequest for the first reserved field that asks for something.
+
+    choices_count: of each prompt; as many candidates as choices leave nothing to pick.
+    """
     for name, value in values.items():
-        if value is None or any(_same(value, neutral) for neutral in NEUTRAL_VALUES[name]):
+        neutral_values = NEUTRAL_VALUES[name]
+        if name == "best_of":
+            neutral_values = tuple(dict.fromkeys((*neutral_values, choices_count)))
+        if value is None or any(_same(value, neutral) for neutral in neutral_values):
             continue
-        accepted = " or ".join(map(repr, NEUTRAL_VALUES[name]))
+        accepted = " or ".join(map(repr, neutral_values))
         raise InvalidRequest(
             f"{name}: {reprlib.repr(value)} is not supported yet; leave it out"
             + (f" or send {accepted}" if accepted else ""),

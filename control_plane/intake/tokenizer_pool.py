@@ -3,21 +3,39 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from control_plane.errors import InvalidRequest, QueueFull
+from control_plane.errors import InvalidRequest
+from control_plane.intake.byte_budget import ByteBudget, bytes_of
 from control_plane.intake.chat_template import ChatTemplate
 from control_plane.intake.tokenizer import Tokenizer
 
-RETRY_AFTER_S = 1.0
-
 Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+
+class TokenizerJob(Generic[Result]):
+    """Work in the pool, for one who waits; `abandon` when nobody does any more."""
+
+    def __init__(self, work: "Future[Result]") -> None:
+        self._work = work
+        self._future = asyncio.wrap_future(work)
+
+    async def result(self) -> Result:
+        """Waits for it; raises what it raised."""
+        return await self._future
+
+    def abandon(self) -> None:
+        """Drops it if no thread has taken it up; one that runs is not waited for."""
+        self._work.cancel()
+        if not self._future.cancel() and not self._future.cancelled():
+            self._future.exception()  # else the loop reports one that nobody asked for
 
 
 class TokenizerPool:
-    """waiting_max: most texts in work or waiting for a thread; QueueFull beyond them.
+    """budget: texts in work or waiting for a thread count there until their thread is done.
 
     context_tokens: a text that cannot have fewer is refused without the seconds it would take.
     """
@@ -28,43 +46,53 @@ class TokenizerPool:
         template: ChatTemplate,
         threads_count: int,
         *,
-        waiting_max: int,
+        budget: ByteBudget,
         context_tokens: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._executor = ThreadPoolExecutor(threads_count, thread_name_prefix="tokenizer")
-        self._waiting_max = waiting_max
+        self._budget = budget
         self._context_tokens = context_tokens
-        self._waiting_count = 0
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of plain text, the model's start token included. InvalidRequest, QueueFull."""
-        return await self._run(self._encode, text)
+    def encode(self, text: str) -> TokenizerJob[tuple[int, ...]]:
+        """Ids of plain text, the model's start token included. Raises QueueFull; the job raises
+        InvalidRequest."""
+        return self._begin(self._encode, text)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]]
+    ) -> TokenizerJob[tuple[int, ...]]:
         """Ids of a conversation; start tokens are the template's business. Raises likewise."""
-        return await self._run(self._encode_chat, messages)
+        return self._begin(self._encode_chat, messages)
+
+    def decode(self, token_ids: tuple[int, ...]) -> TokenizerJob[str]:
+        """The text of the ids, which are in the vocabulary. Raises QueueFull."""
+        return self._begin(self._tokenizer.decode, token_ids)
 
     def close(self) -> None:
         """Drops what waits; what runs is not waited for."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(
-        self, work: Callable[[Argument], tuple[int, ...]], argument: Argument
-    ) -> tuple[int, ...]:
-        if self._waiting_count >= self._waiting_max:
-            raise QueueFull(
-                f"{self._waiting_count} prompts wait to be tokenized, and no more may: try again "
-                f"in {RETRY_AFTER_S:g} s",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._waiting_count += 1
+    def _begin(
+        self, work: Callable[[Argument], Result], argument: Argument
+    ) -> TokenizerJob[Result]:
+        bytes_count = bytes_of(argument)
+        self._budget.take(bytes_count)
+        # The executor keeps its own record of work that was abandoned, but not the text in it.
+        cell = [argument]
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, work, argument)
-        finally:
-            self._waiting_count -= 1
+            future = self._executor.submit(lambda: work(cell.pop()))
+        except RuntimeError:
+            self._budget.release(bytes_count)
+            raise
+
+        def done(_future: "Future[Result]") -> None:
+            cell.clear()
+            self._budget.release(bytes_count)
+
+        future.add_done_callback(done)
+        return TokenizerJob(future)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return self._encode_field("prompt", text, add_special=True)

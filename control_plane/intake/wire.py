@@ -1,41 +1,46 @@
-"""Between the client protocol's messages and intake's records, and from errors to rich statuses."""
+"""Between the messages of InferenceService and intake's records."""
 
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
-from google.rpc.code_pb2 import Code
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
+from collections.abc import Iterator
+from typing import Any
 
-from control_plane.errors import RequestError
-from control_plane.intake.admission import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt
-from control_plane.intake.answer import AnswerPiece, Usage
+from control_plane.errors import InvalidRequest
+from control_plane.intake.admitted import Admitted
+from control_plane.intake.answer_piece import AnswerPiece, Usage
+from control_plane.intake.generation_input import (
+    ChatPrompt,
+    GenerationInput,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 from control_plane.intake.model_card import ModelCard
-from control_plane.request import FinishReason, Request
-from control_plane.scheduling.messages import (
-    BlockCounts,
-    Condemn,
-    GroupSnapshot,
-    Snapshot,
-    WorkerSnapshot,
-)
-from protos import admin_pb2, inference_pb2
+from control_plane.request import FinishReason
+from control_plane.scheduling.messages import PromptDelta, TopTokens
+from protos import inference_pb2
 
-ERROR_DOMAIN = "polychip"
+SAMPLING_FIELDS = {
+    "n": "n",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "min_tokens": "min_tokens",
+    "max_tokens": "max_tokens",
+    "top_logprobs": "top_tokens",
+    "prompt_logprobs": "prompt_top_tokens",
+}
+"""Optional fields of the message, and what intake calls them."""
 
-RESERVED_SAMPLING = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "n",
-    "top_logprobs",
-    "prompt_logprobs",
-)
-RESERVED_REQUEST = ("priority", "cache_salt", "adapter")
+LIST_LENGTH_ALWAYS_READ = 4096
+"""A list no longer than this, or than the context, is read whole, and left to admission."""
+TOKEN_BYTES_MAX = 5
+LOGPROB_BYTES = 4
+TOP_TOKENS_BYTES_MAX = 16
+"""Of the message around the likeliest tokens at one place."""
 
 FINISH_REASONS = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -44,75 +49,154 @@ FINISH_REASONS = {
 }
 
 
-# ---------------------------------------------------------------- generation
-
-
 def generation_input(
-    message: inference_pb2.GenerateRequest, deadline: float | None
+    message: inference_pb2.GenerateRequest, deadline: float | None, context_tokens: int
 ) -> GenerationInput:
-    """The request as intake sees it; nothing is checked here."""
+    """The call as intake sees it, not checked yet; deadline: in the core's clock.
+
+    Raises InvalidRequest for a list far too long, before millions of objects are made of it.
+    """
+    _check_lists(message, context_tokens)
     sampling = message.sampling
+    present: dict[str, Any] = {
+        known_as: getattr(sampling, name)
+        for name, known_as in SAMPLING_FIELDS.items()
+        if sampling.HasField(name)
+    }
     return GenerationInput(
-        prompt=_prompt(message),
-        request_id=message.request_id,
+        prompts=_prompts(message),
         model=message.model,
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        logit_bias=dict(sampling.logit_bias),
+        stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
-        resume_output_ids=tuple(message.resume_output_ids),
+        resume_output_ids=tuple(tuple(each.ids) for each in message.resume_output_ids),
+        priority=message.priority if message.HasField("priority") else None,
+        cache_salt=message.cache_salt,
         deadline=deadline,
-        reserved=_reserved(message),
+        reserved={"adapter": message.adapter} if message.HasField("adapter") else {},
+        **present,
     )
 
 
-def _prompt(
-    message: inference_pb2.GenerateRequest,
-) -> TextPrompt | TokenPrompt | ChatPrompt | None:
+def _check_lists(message: inference_pb2.GenerateRequest, context_tokens: int) -> None:
+    count_max = max(context_tokens, LIST_LENGTH_ALWAYS_READ)
+    prompt_count = len(message.prompt_ids.ids)
+    if prompt_count > count_max:
+        raise InvalidRequest(
+            f"prompt: {prompt_count} tokens leave no room for output in the context of "
+            f"{context_tokens} tokens; send at most {context_tokens - 1}",
+            field="prompt",
+        )
+    sampling, resumed = message.sampling, message.resume_output_ids
+    counts = {
+        "messages": len(message.chat.messages),
+        "stop_token_ids": len(sampling.stop_token_ids),
+        "stop": len(sampling.stop),
+        "logit_bias": len(sampling.logit_bias),
+        "resume_output_ids": max(map(len, (resumed, *(each.ids for each in resumed[:count_max])))),
+    }
+    for name, count in counts.items():
+        if count > count_max:
+            raise InvalidRequest(
+                f"{name}: {count} entries are more than any request may have ({count_max}); send "
+                "fewer",
+                field=name,
+            )
+
+
+def _prompts(message: inference_pb2.GenerateRequest) -> tuple[Prompt, ...]:
     match message.WhichOneof("input"):
         case "prompt":
-            return TextPrompt(message.prompt)
+            return (TextPrompt(message.prompt),)
         case "prompt_ids":
-            return TokenPrompt(tuple(message.prompt_ids.ids))
+            return (TokenPrompt(tuple(message.prompt_ids.ids)),)
         case "chat":
-            return ChatPrompt(
-                tuple(
-                    {"role": each.role, "content": each.content} for each in message.chat.messages
-                )
-            )
+            messages = message.chat.messages
+            return (ChatPrompt(tuple({"role": m.role, "content": m.content} for m in messages)),)
         case _:
-            return None
+            return ()
 
 
-def _reserved(message: inference_pb2.GenerateRequest) -> dict[str, object]:
-    sampling = message.sampling
-    values: dict[str, object] = {
-        name: getattr(sampling, name) for name in RESERVED_SAMPLING if sampling.HasField(name)
-    }
-    values |= {name: getattr(message, name) for name in RESERVED_REQUEST if message.HasField(name)}
-    values["logit_bias"] = dict(sampling.logit_bias)
-    values["stop"] = list(sampling.stop)
-    return values
+def generate_responses(
+    piece: AnswerPiece, first_of: Admitted | None, message_bytes_max: int
+) -> list[inference_pb2.GenerateResponse]:
+    """A piece as messages, none of which is too large; one, unless lists in it are very long.
 
-
-def generate_response(
-    piece: AnswerPiece, first_of: Request | None
-) -> inference_pb2.GenerateResponse:
-    """A piece as a message; first_of: the request, for the first message of its answer."""
-    message = inference_pb2.GenerateResponse(
-        first_index=piece.first_index,
-        token_ids=piece.token_ids,
-        text=piece.text,
-        logprobs=piece.logprobs,
-        finish_reason=FINISH_REASONS[piece.finish_reason],
-        usage=None if piece.usage is None else _usage(piece.usage),
+    first_of: the call, for the first piece of all: its identity, seed and prompt go along.
+    """
+    # The first message of all may carry a list of each kind.
+    list_bytes_max = message_bytes_max // 4
+    messages = [
+        inference_pb2.GenerateResponse(choice=piece.choice, prompt_logprobs=scores)
+        for delta in piece.prompt_deltas
+        for scores in _prompt_logprobs(delta, list_bytes_max)
+    ]
+    if piece.token_ids or piece.text or piece.finish_reason or not messages:
+        messages += _token_responses(piece, list_bytes_max)
+    if first_of is None:
+        return messages
+    *leading, last = _parts(
+        first_of.choices[0].request.prompt_ids, list_bytes_max // TOKEN_BYTES_MAX
     )
-    if first_of is not None:
-        message.request_id = first_of.request_id
-        message.prompt_ids.extend(first_of.prompt_ids)
-    return message
+    messages[0].prompt_ids.extend(last)
+    messages[:0] = [inference_pb2.GenerateResponse(prompt_ids=part) for part in leading]
+    messages[0].request_id = first_of.request_id
+    messages[0].seed = first_of.seed
+    return messages
+
+
+def _token_responses(
+    piece: AnswerPiece, bytes_max: int
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """The tokens of a reader that fell far behind may need several; the text is in the last."""
+    count = _places_max(piece.tops, bytes_max)
+    for start in range(0, max(1, len(piece.token_ids)), count):
+        part = slice(start, start + count)
+        message = inference_pb2.GenerateResponse(
+            choice=piece.choice,
+            first_index=piece.first_index + start,
+            token_ids=piece.token_ids[part],
+            logprobs=piece.logprobs[part],
+            top_tokens=map(_top_tokens, piece.tops[part]),
+        )
+        if part.stop >= len(piece.token_ids):
+            message.text = piece.text
+            message.finish_reason = FINISH_REASONS[piece.finish_reason]
+            if piece.usage is not None:
+                message.usage.CopyFrom(_usage(piece.usage))
+        yield message
+
+
+def _prompt_logprobs(delta: PromptDelta, bytes_max: int) -> Iterator[inference_pb2.PromptLogprobs]:
+    """The scores, as many in each message as fit."""
+    scores = delta.scores
+    count = _places_max(scores.tops, bytes_max)
+    for start in range(0, len(scores.logprobs), count):
+        part = slice(start, start + count)
+        yield inference_pb2.PromptLogprobs(
+            first_index=delta.first_index + start,
+            logprobs=scores.logprobs[part],
+            top_tokens=map(_top_tokens, scores.tops[part]),
+        )
+
+
+def _places_max(tops: tuple[TopTokens, ...], bytes_max: int) -> int:
+    """How many tokens with a log-probability and the likeliest at their places so many bytes hold;
+    one at least."""
+    listed_count = max((len(top.token_ids) for top in tops), default=0)
+    place_bytes = (1 + listed_count) * (TOKEN_BYTES_MAX + LOGPROB_BYTES)
+    return max(1, bytes_max // (place_bytes + (TOP_TOKENS_BYTES_MAX if tops else 0)))
+
+
+def _top_tokens(top: TopTokens) -> inference_pb2.TopTokens:
+    return inference_pb2.TopTokens(ids=top.token_ids, logprobs=top.logprobs)
+
+
+def _parts(ids: tuple[int, ...], count_max: int) -> list[tuple[int, ...]]:
+    count_max = max(1, count_max)
+    return [ids[start : start + count_max] for start in range(0, len(ids), count_max)]
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:
@@ -138,92 +222,3 @@ def model_info(card: ModelCard, version: str) -> inference_pb2.GetModelInfoRespo
         has_chat_template=card.has_chat_template,
         version=version,
     )
-
-
-# ---------------------------------------------------------------- administration
-
-
-def status_response(
-    snapshot: Snapshot, *, intake_count: int, term: int, version: str
-) -> admin_pb2.GetStatusResponse:
-    """The core's snapshot and intake's table size as a message."""
-    return admin_pb2.GetStatusResponse(
-        workers=[_worker(worker) for worker in snapshot.workers],
-        groups=[_group(group) for group in snapshot.groups],
-        requests=admin_pb2.RequestTables(
-            intake=intake_count,
-            scheduling=snapshot.requests,
-            waiting=snapshot.waiting,
-            running=snapshot.running,
-            steps_in_flight=sum(group.steps_in_flight for group in snapshot.groups),
-        ),
-        generated_tokens=snapshot.generated_tokens,
-        term=term,
-        version=version,
-        failovers=snapshot.failovers,
-    )
-
-
-def _worker(worker: WorkerSnapshot) -> admin_pb2.WorkerStatus:
-    return admin_pb2.WorkerStatus(
-        id=worker.worker_id,
-        pid=worker.pid,
-        incarnation=worker.incarnation,
-        state=worker.state,
-        device=worker.device,
-        group=worker.group_id,
-        backend=worker.backend,
-        heartbeat_age_s=worker.heartbeat_age_s,
-    )
-
-
-def _group(group: GroupSnapshot) -> admin_pb2.GroupStatus:
-    return admin_pb2.GroupStatus(
-        id=group.group_id,
-        epoch=group.epoch,
-        ranks=group.worker_ids,
-        state=group.state,
-        running=group.running,
-        waiting=group.waiting,
-        retracted=group.retracted,
-        blocks=_blocks(group.blocks),
-        block_tokens=group.block_tokens,
-        steps=group.steps,
-    )
-
-
-def _blocks(blocks: BlockCounts) -> admin_pb2.BlockCounts:
-    return admin_pb2.BlockCounts(
-        free=blocks.free, cached=blocks.cached, referenced=blocks.referenced, total=blocks.total
-    )
-
-
-def verdict(condemn: Condemn) -> admin_pb2.Verdict:
-    """A condemned process as a message."""
-    return admin_pb2.Verdict(
-        worker_id=condemn.worker_id,
-        incarnation=condemn.incarnation,
-        pid=condemn.pid,
-        reason=condemn.reason,
-    )
-
-
-# ---------------------------------------------------------------- errors
-
-
-def rich_status(error: RequestError) -> Status:
-    """The error with google.rpc details: its reason, the field at fault, when to try again."""
-    details: list[Message] = [ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)]
-    if error.field is not None:
-        violation = BadRequest.FieldViolation(field=error.field, description=error.message)
-        details.append(BadRequest(field_violations=[violation]))
-    if error.retry_after_s is not None:
-        delay = Duration()
-        delay.FromMilliseconds(round(error.retry_after_s * 1000))
-        details.append(RetryInfo(retry_delay=delay))
-    status = Status(code=Code.Value(error.grpc_status), message=error.message)
-    for detail in details:
-        packed = AnyMessage()
-        packed.Pack(detail)
-        status.details.append(packed)
-    return status

@@ -37,7 +37,6 @@ from control_plane.scheduling.messages import (
     StepDone,
     Submit,
     Tick,
-    Tokens,
     WakeAt,
     WorkerAttached,
     WorkerFaulted,
@@ -188,6 +187,8 @@ class SchedulingCore:
     # ------------------------------------------------------------ requests
 
     def _submit(self, request: Request, now: float) -> None:
+        scored = request.prompt_top_tokens is not None
+        assert not (scored and request.use_prefix_cache), "cached tokens would have no scores"
         answer = self._admissible(request)
         if isinstance(answer, RequestError):
             self._emit(Failed(request.request_id, answer))
@@ -315,16 +316,16 @@ class SchedulingCore:
         if group is None:
             return
         scheduler = self._serving.schedulers[group.group_id]
-        if not scheduler.in_flight.expects(event.step_id, event.results):
+        if not scheduler.in_flight.expects(event.step_id, event.results, event.prompt_scores):
             reason = f"result of step {event.step_id} does not match the steps on their way"
             self._chips.end_epoch(group, reason, now)
             return
         self._chips.step_finished(group)
-        deltas, failed = scheduler.accept(event.results, now)
+        tokens, failed = scheduler.accept(event.results, event.prompt_scores, now)
         self._serving.touch(group.group_id)
-        if deltas:
-            self._generated_tokens += sum(len(delta.token_ids) for delta in deltas)
-            self._emit(Tokens(tuple(deltas)))
+        if tokens.deltas or tokens.prompt_deltas:
+            self._generated_tokens += sum(len(delta.token_ids) for delta in tokens.deltas)
+            self._emit(tokens)
         for live in failed:
             error = WorkerFailure(
                 f"the model's output for this request was not finite on group {group.group_id}"

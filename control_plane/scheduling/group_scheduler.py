@@ -7,13 +7,22 @@
 Lives as long as one epoch of the group.
 """
 
+import math
 from bisect import insort
 
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling import step_planner
 from control_plane.scheduling.chip_load_table import ChipLoadTable
 from control_plane.scheduling.live_request import LiveRequest, Stage, blocks_for
-from control_plane.scheduling.messages import Admission, RowResult, StepPlan, TokenDelta
+from control_plane.scheduling.messages import (
+    Admission,
+    PromptDelta,
+    PromptScores,
+    RowResult,
+    StepPlan,
+    TokenDelta,
+    Tokens,
+)
 from control_plane.scheduling.radix_index import GroupTree, RadixIndex
 from control_plane.scheduling.request_blocks import RequestBlocks
 from control_plane.scheduling.slot_table import SlotTable
@@ -198,8 +207,9 @@ class GroupScheduler:
     # ------------------------------------------------------------ admission
 
     def _admit(self, now: float) -> tuple[list[Admission], list[LiveRequest]]:
-        """Fills slots from the queue in its order; nobody overtakes a request that lacks blocks."""
+        """Fills slots from the queue in its order; for a while, who fits passes who lacks blocks."""
         admitted: list[LiveRequest] = []
+        lacking: list[LiveRequest] = []
         messages: list[Admission] = []
         if not self.waiting or not self.slots.free_count:
             return messages, admitted
@@ -218,11 +228,14 @@ class GroupScheduler:
                 break
             if live.alone and (self.running or self.retracting):
                 break
+            if lacking and not self.waiting.may_pass(live, lacking, now):
+                break
             if self.blocks.is_claimed(live):
                 continue  # Its prefix is being computed: it comes in when that is resident.
             message = self._try_admit(live, now)
             if message is None:
-                break
+                lacking.append(live)
+                continue
             admitted.append(live)
             messages.append(message)
             assert live.placement, live.request_id
@@ -246,6 +259,8 @@ class GroupScheduler:
         live.match = None
         if live.cached_tokens is None:
             live.cached_tokens = placement.planned_count
+        if live.admitted_at is None:
+            live.admitted_at = now
         self.waiting.remove(live)
         insort(self.running, live, key=lambda other: other.arrival)
         self._admitted_at[live.request_id] = now
@@ -259,6 +274,8 @@ class GroupScheduler:
             block_ids=tuple(placement.block_ids[: len(placement.residencies)]),
             sampling=request.sampling,
             wants_logprobs=request.wants_logprobs,
+            top_tokens=request.top_tokens,
+            prompt_top_tokens=request.prompt_top_tokens if placement.scoring else None,
             wants_logits=request.wants_logits,
             adapter=request.adapter,
         )
@@ -357,28 +374,33 @@ class GroupScheduler:
     # ------------------------------------------------------------ results
 
     def accept(
-        self, results: tuple[RowResult, ...], now: float
-    ) -> tuple[list[TokenDelta], list[LiveRequest]]:
-        """Takes the results of the oldest step: its new tokens, and the requests it failed."""
+        self, results: tuple[RowResult, ...], prompt_scores: tuple[PromptScores, ...], now: float
+    ) -> tuple[Tokens, list[LiveRequest]]:
+        """Takes what the oldest step brought, as `in_flight.expects` it: its new tokens and scores,
+        and the requests it failed."""
         step = self.in_flight.take(now)
         deltas: list[TokenDelta] = []
+        prompt_deltas: list[PromptDelta] = []
         failed: list[LiveRequest] = []
-        outcomes = iter(results)
+        outcomes, scores = iter(results), iter(prompt_scores)
         for row in step.rows:
             result = next(outcomes) if row.sampled else None
+            scored = next(scores) if row.scores_count is not None else None
             if row.live.placement is not row.placement:
                 continue  # It ended meanwhile: a row after the end counts for nothing.
             self._count_row(row)
-            if result and not result.finite:
+            if not _is_finite(result, scored):
                 failed.append(row.live)
                 continue
+            if scored:
+                prompt_deltas += _new_scores(row, scored)
             if result:
                 deltas.append(_delta(row.live, result))
                 row.live.token_ids.extend(result.token_ids)
             self.blocks.acknowledge(row.live, row.placement, now)
             if row.live.stage is Stage.RETRACTING and not row.placement.rows_in_flight:
                 self._finish_retraction(row.live, now)
-        return deltas, failed
+        return Tokens(tuple(deltas), tuple(prompt_deltas)), failed
 
     def _count_row(self, row: PlannedRow) -> None:
         row.placement.rows_in_flight -= 1
@@ -426,7 +448,28 @@ def _delta(live: LiveRequest, result: RowResult) -> TokenDelta:
         request_id=live.request_id,
         first_index=live.output_count,
         token_ids=result.token_ids,
-        logprobs=result.logprobs,
+        logprobs=result.logprobs if live.request.wants_logprobs else (),
         facts=live.facts(),
+        tops=result.tops,
         logits=result.logits,
     )
+
+
+def _is_finite(result: RowResult | None, scored: PromptScores | None) -> bool:
+    """Whether a row's logits were numbers, as far as it tells."""
+    if result and not result.finite:
+        return False
+    return not (scored and any(math.isnan(logprob) for logprob in scored.logprobs))
+
+
+def _new_scores(row: PlannedRow, scored: PromptScores) -> list[PromptDelta]:
+    """The scores of a row that were not delivered before a retraction or the loss of a group."""
+    live = row.live
+    first_index = row.start + 1
+    known_count = max(0, live.scored_count - first_index)
+    logprobs = scored.logprobs[known_count:]
+    if not logprobs:
+        return []
+    live.scored_count += len(logprobs)
+    scores = PromptScores(logprobs, scored.tops[known_count:])
+    return [PromptDelta(live.request_id, first_index + known_count, scores)]

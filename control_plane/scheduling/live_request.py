@@ -28,6 +28,7 @@ class Placement:
     the workers. block_ids: its block table; the first len(residencies) of them are in the index.
     pending_samples: tokens drawn by steps on their way. claims: hashes of blocks it promises to
     the index. reserved: it holds every block it can ever need. indexing: it may extend the index.
+    scoring: its rows return the log-probabilities of the prompt.
     """
 
     slot: int
@@ -40,6 +41,7 @@ class Placement:
     claims: list[int]
     reserved: bool
     indexing: bool
+    scoring: bool = False
     pending_samples: int = 0
     rows_in_flight: int = 0
 
@@ -51,6 +53,8 @@ class LiveRequest:
     token_ids: prompt and committed output. arrival: its place in the queue for all its life.
     front: it lost its group and goes before everyone else. alone: it was running at so many
     group deaths that it shares no step. held_since: when it lost the last group it could use.
+    admitted_at: when it first got a slot. scored_count: prompt tokens whose scores are delivered;
+    it includes the first, which has none.
     """
 
     request: Request
@@ -64,6 +68,8 @@ class LiveRequest:
     front: bool = False
     alone: bool = False
     held_since: float | None = None
+    admitted_at: float | None = None
+    scored_count: int = 1
     failovers: int = 0
     retractions: int = 0
     group_deaths: int = 0
@@ -98,14 +104,25 @@ class LiveRequest:
         return self.output_count >= self.tokens_max
 
     @property
+    def lacks_scores(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for and not all delivered."""
+        asked = self.request.prompt_top_tokens is not None
+        return asked and self.scored_count < self.prompt_count
+
+    @property
     def root_key(self) -> RootKey:
         """Its root in the prefix index."""
         return (self.request.model, self.request.adapter, self.request.salt)
 
     def facts(self) -> RequestFacts:
         """What usage reports."""
+        waited_until = self.arrived_at if self.admitted_at is None else self.admitted_at
         return RequestFacts(
-            self.group_id, self.cached_tokens or 0, self.failovers, self.retractions
+            group_id=self.group_id,
+            cached_tokens=self.cached_tokens or 0,
+            failovers=self.failovers,
+            retractions=self.retractions,
+            queue_s=waited_until - self.arrived_at,
         )
 
     def hashes(self, block_tokens: int) -> list[int]:

@@ -28,6 +28,8 @@ class Admission:
     block_ids: tuple[int, ...]
     sampling: Sampling
     wants_logprobs: bool = False
+    top_tokens: int = 0
+    prompt_top_tokens: int | None = None
     wants_logits: bool = False
     adapter: int = 0
 
@@ -185,22 +187,43 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens at one place, best first, with their log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
     """A sampled row's outcome, in the order of the step's sampled rows.
 
-    token_ids: drawn tokens (one today). finite: False means its logits were not; the request fails.
-    logits: float32 bytes if asked for.
+    token_ids: drawn tokens (one today). tops: the likeliest tokens at the place of each, if asked
+    for. finite: False means its logits were not; the request fails. logits: float32 bytes if asked
+    for.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    tops: tuple[TopTokens, ...] = ()
     finite: bool = True
     logits: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of consecutive prompt tokens: those after the tokens a row computed."""
+
+    logprobs: tuple[float, ...]
+    tops: tuple[TopTokens, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
-    """Rank 0 finished a step; device_s is the time the chips worked on it."""
+    """Rank 0 finished a step; device_s is the time the chips worked on it.
+
+    prompt_scores: of the step's rows that score their prompt, in row order.
+    """
 
     worker_id: str
     incarnation: int
@@ -209,6 +232,7 @@ class StepDone:
     step_id: int
     results: tuple[RowResult, ...]
     device_s: float = 0.0
+    prompt_scores: tuple[PromptScores, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +261,13 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What usage reports about a request so far."""
+    """What usage reports about a request so far; queue_s: from arrival to its first slot."""
 
     group_id: str = ""
     cached_tokens: int = 0
     failovers: int = 0
     retractions: int = 0
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +287,26 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     facts: RequestFacts
+    tops: tuple[TopTokens, ...] = ()
     logits: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class PromptDelta:
+    """Scores of one request's prompt; first_index: index in the prompt of the token scores[0] is
+    of. They come in order, without gap or repeat, and before the request's first token."""
+
+    request_id: str
+    first_index: int
+    scores: PromptScores
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one step, one message for all its requests."""
+    """The tokens of one step, one message for all its requests; prompt_deltas come first."""
 
     deltas: tuple[TokenDelta, ...]
+    prompt_deltas: tuple[PromptDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +454,8 @@ class WorkerSnapshot:
     backend: str
     group_id: str
     heartbeat_age_s: float
+    blocks: int = 0
+    """Capacity of its chip's pool; 0 while it does not serve."""
 
 
 @dataclass(frozen=True, slots=True)

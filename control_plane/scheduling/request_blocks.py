@@ -82,6 +82,7 @@ class RequestBlocks:
             claims=self._claim(live, depth),
             reserved=reserved,
             indexing=self._uses_cache(live),
+            scoring=live.lacks_scores,
         )
 
     # ------------------------------------------------------------ while running

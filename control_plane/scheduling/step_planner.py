@@ -9,13 +9,29 @@ from control_plane.scheduling.messages import StepRow
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """A row of a step and the request it belongs to, as it was placed then."""
+    """A row of a step and the request it belongs to, as it was placed then.
+
+    It computes tokens_count tokens from index `start` on.
+    """
 
     live: LiveRequest
     placement: Placement
+    start: int
     tokens_count: int
     sampled: bool
     is_prefill: bool
+
+    @property
+    def scores_count(self) -> int | None:
+        """Log-probabilities of prompt tokens it returns; None if it has no part in scoring.
+
+        start ........ start + tokens_count       tokens it computes
+          start + 1 .... start + tokens_count     tokens these score, up to the prompt's last
+        """
+        prompt_count = self.live.prompt_count
+        if not self.placement.scoring or self.start >= prompt_count:
+            return None
+        return min(self.start + self.tokens_count, prompt_count - 1) - self.start
 
     def message(self) -> StepRow:
         """What the workers are told."""
@@ -50,7 +66,10 @@ def has_chunk_left(demands: Sequence[int], chunk_tokens: int, oldest_share: floa
 
 def prefill_demand(placement: Placement) -> int:
     """Tokens a prefill could compute now: known to the workers and not planned yet."""
-    return min(placement.admitted_count, placement.sent_count) - placement.planned_count
+    known_count = min(placement.admitted_count, placement.sent_count)
+    if placement.scoring and known_count < placement.admitted_count:
+        known_count -= 1  # A token scores the next one, which must be known too.
+    return known_count - placement.planned_count
 
 
 def is_prefill(placement: Placement) -> bool:
@@ -78,14 +97,15 @@ def plan_rows(
     rows: list[PlannedRow] = []
     for live in decodes:
         assert live.placement, live.request_id
-        rows.append(PlannedRow(live, live.placement, 1, True, False))
+        rows.append(PlannedRow(live, live.placement, live.placement.planned_count, 1, True, False))
     placements = [live.placement for live in prefills if live.placement]
     demands = [prefill_demand(placement) for placement in placements]
     shares = share_chunk(demands, chunk_tokens, oldest_share)
     for live, placement, share in zip(prefills, placements, shares, strict=True):
         if share:
             ends = placement.planned_count + share == placement.admitted_count
-            rows.append(PlannedRow(live, placement, share, ends, True))
+            start = placement.planned_count
+            rows.append(PlannedRow(live, placement, start, share, ends, True))
     return rows
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from control_plane.scheduling.messages import RowResult
+from control_plane.scheduling.messages import PromptScores, RowResult, TopTokens
 from control_plane.scheduling.step_planner import PlannedRow
 from control_plane.scheduling.step_time import StepTimeModel
 
@@ -56,13 +56,18 @@ class StepsInFlight:
             )
         return expected_end - lead_s - self._step_time.margin_s
 
-    def expects(self, step_id: int, results: tuple[RowResult, ...]) -> bool:
-        """Whether these are the results of the oldest step: one token for each row that draws."""
+    def expects(
+        self, step_id: int, results: tuple[RowResult, ...], prompt_scores: tuple[PromptScores, ...]
+    ) -> bool:
+        """Whether these are the results of the oldest step: one token for each row that draws, one
+        score for each prompt token that is to be scored, each with what its request asked for."""
         if not self._steps or self._steps[0].step_id != step_id:
             return False
-        if len(results) != sum(row.sampled for row in self._steps[0].rows):
+        sampled = [row for row in self._steps[0].rows if row.sampled]
+        scoring = [row for row in self._steps[0].rows if row.scores_count is not None]
+        if len(results) != len(sampled) or len(prompt_scores) != len(scoring):
             return False
-        return all(len(result.token_ids) == 1 or not result.finite for result in results)
+        return all(map(_fits, sampled, results)) and all(map(_scores_fit, scoring, prompt_scores))
 
     def take(self, now: float) -> StepInFlight:
         """The oldest step ended; the next one begins."""
@@ -72,3 +77,30 @@ class StepsInFlight:
         if self._steps:
             self._steps[0].started_at = now
         return step
+
+
+def _fits(row: PlannedRow, result: RowResult) -> bool:
+    """Whether a row drew one token and tells of it what was asked; a failed one tells nothing."""
+    request = row.live.request
+    if not result.finite:
+        return True
+    # A log-probability nobody asked for does no harm.
+    lacks_logprob = request.wants_logprobs and not result.logprobs
+    if len(result.token_ids) != 1 or len(result.logprobs) > 1 or lacks_logprob:
+        return False
+    return _tops_fit(result.tops, 1, request.top_tokens)
+
+
+def _scores_fit(row: PlannedRow, scores: PromptScores) -> bool:
+    if len(scores.logprobs) != row.scores_count:
+        return False
+    return _tops_fit(scores.tops, row.scores_count, row.live.request.prompt_top_tokens or 0)
+
+
+def _tops_fit(tops: tuple[TopTokens, ...], places_count: int, tops_count: int) -> bool:
+    """Whether each place lists its likeliest tokens; a small vocabulary may have fewer."""
+    if not tops_count:
+        return not tops
+    if len(tops) != places_count:
+        return False
+    return all(0 < len(t.token_ids) == len(t.logprobs) <= tops_count for t in tops)

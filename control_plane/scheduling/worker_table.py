@@ -41,6 +41,11 @@ class Worker:
         return self.info.worker_id
 
     @property
+    def is_serving(self) -> bool:
+        """Whether it takes steps."""
+        return self.state is WorkerState.SERVING
+
+    @property
     def is_attached(self) -> bool:
         """Whether its stream is open."""
         return self.state is not WorkerState.LOST
@@ -108,6 +113,7 @@ class WorkerTable:
                 backend=worker.info.backend,
                 group_id=worker.group_id,
                 heartbeat_age_s=now - worker.heartbeat_at,
+                blocks=worker.ready.blocks if worker.ready and worker.is_serving else 0,
             )
             for _, worker in sorted(self._workers.items())
         )

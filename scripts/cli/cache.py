@@ -15,8 +15,8 @@ def cache() -> None:
 @cache.command()
 @service_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def flush(host: str, http_port: int, grpc_port: int, as_json: bool) -> None:
+def flush(host: str, http_port: int, grpc_port: int, api_key: str | None, as_json: bool) -> None:
     """Forgets every cached block that no request uses."""
-    with connected(Service(host, http_port, grpc_port)) as client:
+    with connected(Service(host, http_port, grpc_port, api_key)) as client:
         blocks = client.flush_cache()
     click.echo(json.dumps({"blocks_freed": blocks}) if as_json else f"{blocks} blocks freed")

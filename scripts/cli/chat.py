@@ -8,15 +8,8 @@ from dataclasses import asdict, dataclass
 import click
 
 from scripts.cli.common import Service, connected, service_options
-from scripts.client import (
-    RECONNECT_DEADLINE_S,
-    ClientError,
-    Generation,
-    Message,
-    Piece,
-    PolychipClient,
-    ServiceRefused,
-)
+from scripts.client import RECONNECT_DEADLINE_S, ClientError, PolychipClient, ServiceRefused
+from scripts.generation import Generation, Message, Piece
 
 EXIT_INTERRUPTED = 130
 
@@ -75,6 +68,7 @@ def chat(
     host: str,
     http_port: int,
     grpc_port: int,
+    api_key: str | None,
     as_json: bool,
 ) -> None:
     """Asks QUESTION and prints the answer; without a question, a conversation.
@@ -82,7 +76,7 @@ def chat(
     In a conversation /reset forgets what was said, Ctrl-C stops an answer, Ctrl-D leaves.
     """
     settings = ChatSettings(system, temperature, max_tokens, seed)
-    with connected(Service(host, http_port, grpc_port)) as client:
+    with connected(Service(host, http_port, grpc_port, api_key)) as client:
         if question is not None:
             _ask(client, settings, question, as_json)
         elif as_json:

@@ -5,7 +5,9 @@ import sys
 
 import click
 
-# Their options are theirs: everything is handed on, --help included.
+from scripts.child_process import quiet_grpc
+
+# Their options are theirs: everything is handed on, --help included; -h is its short form.
 PASS_ON = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -15,7 +17,9 @@ PASS_ON = {
 
 def _become(module: str, arguments: tuple[str, ...]) -> None:
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    passed_on = ["--help" if argument == "-h" else argument for argument in arguments]
+    command = [sys.executable, "-m", module, *passed_on]
+    os.execve(sys.executable, command, quiet_grpc(os.environ))
 
 
 @click.command(name="control-plane", context_settings=PASS_ON)

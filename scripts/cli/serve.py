@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import time
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import click
 from backends.errors import BackendError
 from backends.plugin import find_backend
 from control_plane.errors import ConfigurationError
-from scripts.cli.limit_options import LIMITS, check_limits
+from control_plane.intake.model_files import ModelFiles
+from control_plane.settings import SETTINGS, config_of, read_api_keys, read_join_token
 from scripts.cli.serve_options import serve_options
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
@@ -44,7 +46,7 @@ def serve(announce: Path | None, **values: object) -> None:
 
     def on_ready(addresses: Addresses) -> None:
         report(f"ready: /health answers 200 after {time.monotonic() - started:.1f} s")
-        for line in invitation(settings.host, addresses):
+        for line in invitation(settings.host, addresses, settings.api_key_file):
             click.echo(line)
 
     launcher = Launcher(settings, report=report, on_ready=on_ready, announce_path=announce)
@@ -68,13 +70,13 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
     values["kv_blocks"] = values["kv_blocks"] or ()
     values["model_path"] = str(values["model_path"] or _packaged_model())
     values["tokenizer_threads"] = values["tokenizer_threads"] or max(1, physical_cores_count() // 2)
-    values["prefix_cache"] = values["prefix_cache"] == "on"
+    own = {
+        each.name: values.pop(each.name) for each in fields(ServeSettings) if each.name in values
+    }
     try:
-        check_limits({limit.field: values[limit.field] for limit in LIMITS})
+        settings = ServeSettings(control_plane=config_of(values), **own)  # type: ignore[arg-type]
     except ConfigurationError as error:
         raise click.UsageError(str(error)) from error
-    limits = {limit.flag: values.pop(limit.field) for limit in LIMITS}
-    settings = ServeSettings(**values, limits=limits)  # type: ignore[arg-type]
     if len(settings.kv_blocks) not in (0, 1, settings.chips_count):
         raise click.UsageError(
             f"--kv-blocks has {len(settings.kv_blocks)} numbers for {settings.chips_count} chips; "
@@ -84,17 +86,47 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
 
 
 def settings_lines(settings: ServeSettings) -> list[str]:
-    """Every setting under the name of its option, one a line."""
-    shown = {
-        option.opts[0].removeprefix("--"): getattr(settings, option.name or "")
-        for option in serve.params
-        if hasattr(settings, option.name or "")
-    }
-    # Nobody decides on a secret that is not there.
-    shown["join-token-file"] = settings.join_token_file or "none"
-    shown |= {flag.removeprefix("--"): value for flag, value in settings.limits.items()}
+    """Every setting under the name of its option, one a line.
+
+    Raises UsageError if a file that a setting names cannot be used.
+    """
+    config = settings.control_plane
+    table = {setting.field: setting for setting in SETTINGS}
+    shown = {}
+    for option in serve.params:
+        name = option.name or ""
+        if name in table:
+            value = table[name].of(config)
+        elif name == "model_path":
+            value = config.model_path
+        elif hasattr(settings, name):
+            value = getattr(settings, name)
+        else:
+            continue
+        shown[option.opts[0].removeprefix("--")] = _text(value)
+    try:
+        shown |= _texts_from_files(settings)
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
     width = max(len(name) for name in shown)
-    return [f"  {name:<{width}}  {_text(value)}" for name, value in shown.items()]
+    return [f"  {name:<{width}}  {text}" for name, text in shown.items()]
+
+
+def _texts_from_files(settings: ServeSettings) -> dict[str, str]:
+    """The settings of which only a file tells what they come to; no secret is shown."""
+    texts = {"join-token-file": "none", "api-key-file": "none"}
+    if settings.join_token_file is not None:
+        read_join_token(settings.join_token_file)
+        texts["join-token-file"] = str(settings.join_token_file)
+    if settings.api_key_file is not None:
+        count = len(read_api_keys(settings.api_key_file))
+        texts["api-key-file"] = f"{settings.api_key_file} (keys: {count})"
+    asked = settings.control_plane.scheduling.context_tokens
+    if asked is not None:
+        allowed = ModelFiles.load(Path(settings.control_plane.model_path)).context_tokens
+        if asked > allowed:
+            texts["context"] = f"{allowed} (all the model allows; {asked} asked for)"
+    return texts
 
 
 def check_backend(name: str) -> None:
@@ -105,8 +137,8 @@ def check_backend(name: str) -> None:
         raise click.UsageError(f"--backend: {error}") from error
 
 
-def invitation(host: str, addresses: Addresses) -> list[str]:
-    """What to type next, ready to be pasted."""
+def invitation(host: str, addresses: Addresses, api_key_file: Path | None = None) -> list[str]:
+    """What to type next, ready to be pasted; a key is put into the environment first."""
     shown_host = dialled(host)
     body = {
         "model": "default",
@@ -119,11 +151,16 @@ def invitation(host: str, addresses: Addresses) -> list[str]:
         chat += ["--host", shown_host]
     if addresses.grpc_port != 50051:
         chat += ["--grpc-port", str(addresses.grpc_port)]
+    keys = (
+        [] if api_key_file is None else [f"export POLYCHIP_API_KEY=...  # from {api_key_file}", ""]
+    )
+    bearer = '-H "Authorization: Bearer $POLYCHIP_API_KEY" ' if keys else ""
     return [
         "",
         "Ask the model over HTTP, or from another terminal with the command:",
         "",
-        f"curl -s http://{shown_host}:{addresses.http_port}/v1/chat/completions "
+        *keys,
+        f"curl -s http://{shown_host}:{addresses.http_port}/v1/chat/completions {bearer}"
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
         "",
         shlex.join(chat),

@@ -17,9 +17,9 @@ Row = Mapping[str, object]
 @click.command()
 @service_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(host: str, http_port: int, grpc_port: int, as_json: bool) -> None:
+def status(host: str, http_port: int, grpc_port: int, api_key: str | None, as_json: bool) -> None:
     """Shows workers, groups, blocks and requests."""
-    with connected(Service(host, http_port, grpc_port)) as client:
+    with connected(Service(host, http_port, grpc_port, api_key)) as client:
         answer = client.status()
     if as_json:
         click.echo(json.dumps(answer, indent=2))
@@ -55,9 +55,11 @@ def _rows(value: object) -> Sequence[Row]:
 
 
 def _worker_table(workers: Sequence[Row]) -> Table:
-    table = _table("Workers", ("Worker", "Process", "State", "Group", "Device"))
+    table = _table(
+        "Workers", ("Worker", "Process", "State", "Group", "Device"), numbers=("Blocks",)
+    )
     for worker in workers:
-        columns = ("id", "pid", "state", "group", "device")
+        columns = ("id", "pid", "state", "group", "device", "blocks")
         table.add_row(*(str(worker[column]) for column in columns))
     return table
 

@@ -188,47 +188,6 @@ def _fill_context(pool, rows, call, generator, spec):
         call("write_kv", pool.bind(before), layer, key, value)
 
 
-def _sample_arguments(generator, rows, vocabulary, temperatures):
-    logits = torch.randn(rows, vocabulary, generator=generator) * 3
-    temperature = torch.tensor([temperatures[row % len(temperatures)] for row in range(rows)])
-    seed = torch.randint(-(2**62), 2**62, (rows,), generator=generator) * 2
-    choice = torch.randint(0, 3, (rows,), generator=generator)
-    index = torch.randint(0, 5000, (rows,), generator=generator)
-    return logits, temperature, seed, choice, index
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_sample(call, generator, rows):
-    arguments = _sample_arguments(generator, rows, 1009, (0.0, 0.3, 1.0, 2.5))
-    ids, logprobs, finite = call("sample", *arguments)
-    expected_ids, expected_logprobs, expected_finite = REFERENCE["sample"](*arguments)
-    assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
-    assert torch.equal(finite, expected_finite)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_spoils_no_other(call, generator, bad):
-    arguments = _sample_arguments(generator, 4, 97, (0.0, 1.0))
-    expected = call("sample", *arguments)
-    arguments[0][1, 13] = bad
-    arguments[0][2, 96] = bad
-    ids, logprobs, finite = call("sample", *arguments)
-    assert finite.tolist() == [True, False, False, True]
-    assert ids[1:3].tolist() == [0, 0]
-    assert logprobs[1:3].tolist() == [0.0, 0.0]
-    for row in (0, 3):
-        assert (ids[row], logprobs[row]) == (expected[0][row], expected[1][row])
-
-
-def test_greedy_takes_the_lowest_id_on_a_tie(call):
-    logits = torch.zeros(2, 70)
-    logits[0, [31, 64]] = 5.0
-    zeros = torch.zeros(2, dtype=torch.int64)
-    ids, _, _ = call("sample", logits, torch.zeros(2), zeros, zeros, zeros)
-    assert ids.tolist() == [31, 0]
-
-
 def test_every_operation_is_bound_and_says_by_what(runtime):
     requirements = {name: Requirement("float32", layout="paged") for name in OPERATIONS}
     table = runtime.bind_kernels(requirements)

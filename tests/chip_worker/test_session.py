@@ -17,6 +17,7 @@ from chip_worker.batch import (
     Ready,
     Rendezvous,
     ResetEpoch,
+    RowWants,
     Shutdown,
     Step,
     StepAck,
@@ -140,10 +141,12 @@ def test_only_rank_0_returns_tokens_and_all_ranks_go_on_with_them(path):
 
 def test_log_probabilities_and_logits_come_only_where_wanted(path):
     rank, _ = started(path)
-    quiet = admission(PROMPT, wants_logprobs=False, wants_logits=False)
+    quiet = admission(PROMPT, wants=RowWants())
     rank.session.handle(first_step(admissions=(quiet,)))
     (row,) = rank.last.rows
     assert row.logprobs == ()
+    assert row.tops == ()
+    assert rank.last.prompt_scores == ()
     assert row.logits is None
     assert row.finite
 

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from chip_worker.batch import Admission, SlotSampling, Step, StepRow
+from chip_worker.batch import Admission, RowWants, SlotSampling, Step, StepRow
 from chip_worker.errors import DivergedError
 from chip_worker.slots import SlotTables
 
@@ -134,3 +134,22 @@ def test_the_context_can_be_filled_to_its_end():
     found.record(row.slot, 1)
     with pytest.raises(DivergedError, match="context has 32"):
         found.apply(step(rows=(StepRow(0, 1, True),)))
+
+
+def scored_ranges(wants, chunks, output_start=5):
+    """The tokens that chunks of one prompt score."""
+    found = tables()
+    ids = (5, 6, 7, 8, 9, 1, 2)
+    admission = Admission(0, ids, output_start, 0, (0, 1), SlotSampling(0.0, 1), wants)
+    found.apply(step(admissions=(admission,)))
+    rows = [found.apply(step(rows=(StepRow(0, tokens, False),)))[0] for tokens in chunks]
+    return [None if row.scored is None else list(row.scored) for row in rows]
+
+
+def test_chunks_score_the_tokens_after_them_up_to_the_last_of_the_prompt():
+    scoring = RowWants(prompt_top_tokens=0)
+    assert scored_ranges(scoring, [3, 4]) == [[1, 2, 3], [4]]
+    assert scored_ranges(scoring, [4, 1, 1, 1]) == [[1, 2, 3, 4], [], None, None]
+    assert scored_ranges(scoring, [7], output_start=7) == [[1, 2, 3, 4, 5, 6]]
+    assert scored_ranges(scoring, [7], output_start=1) == [[]]
+    assert scored_ranges(RowWants(), [3, 4]) == [None, None]

@@ -73,7 +73,7 @@ def test_step():
         step_id=3,
         releases=(7, 1),
         admissions=(
-            messages.Admission(1, (5, 6, 7), 2, 0, (), sampling, wants_logprobs=True),
+            messages.Admission(1, (5, 6, 7), 2, 0, (), sampling, wants_logprobs=True, top_tokens=5),
             messages.Admission(2, (), 0, 16, (4,), Sampling(0.0, 0), wants_logits=True, adapter=3),
         ),
         extensions=((1, (8, 9)), (2, ()), (3, (10,))),
@@ -96,11 +96,70 @@ def test_step():
         (3, 1, True),
     ]
     assert step.admissions[0] == batch.Admission(
-        1, (5, 6, 7), 2, 0, (), batch.SlotSampling(0.5, (1 << 64) - 1, 2), wants_logprobs=True
+        slot=1,
+        token_ids=(5, 6, 7),
+        output_start=2,
+        cached_count=0,
+        block_ids=(),
+        sampling=batch.SlotSampling(0.5, (1 << 64) - 1, 2),
+        wants=batch.RowWants(logprobs=True, top_tokens=5),
     )
     assert step.admissions[1] == batch.Admission(
-        2, (), 0, 16, (4,), batch.SlotSampling(0.0, 0), wants_logits=True, adapter=3
+        slot=2,
+        token_ids=(),
+        output_start=0,
+        cached_count=16,
+        block_ids=(4,),
+        sampling=batch.SlotSampling(0.0, 0),
+        wants=batch.RowWants(logits=True),
+        adapter=3,
     )
+
+
+def admitted(sampling, **wants):
+    """An admission as the worker gets it."""
+    admission = messages.Admission(1, (5,), 1, 0, (), sampling, **wants)
+    plan = messages.StepPlan("g0", EPOCH, 1, admissions=(admission,))
+    return received(control_wire.encode_step(plan, TERM)).admissions[0]
+
+
+# Every float is exact in float32.
+EVERY_SAMPLING = {
+    "temperature": 0.75,
+    "seed": 9,
+    "choice": 4,
+    "top_k": 40,
+    "top_p": 0.875,
+    "min_p": 0.0625,
+    "presence_penalty": -1.5,
+    "frequency_penalty": 0.25,
+    "repetition_penalty": 1.25,
+    "logit_bias": ((3, -100.0), (70_000, 0.5)),
+    "suppressed_ids": (2, 49_151),
+    "min_tokens": 12,
+}
+
+
+def test_every_field_of_sampling_arrives():
+    assert set(EVERY_SAMPLING) == set(Sampling.__dataclass_fields__)
+    assert admitted(Sampling(**EVERY_SAMPLING)).sampling == batch.SlotSampling(**EVERY_SAMPLING)
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERY_SAMPLING) - {"temperature", "seed"}))
+def test_each_field_of_sampling_arrives_alone(name):
+    changed = {"temperature": 0.5, "seed": 1, name: EVERY_SAMPLING[name]}
+    assert admitted(Sampling(**changed)).sampling == batch.SlotSampling(**changed)
+
+
+def test_a_top_p_of_zero_is_not_an_absent_one():
+    assert admitted(Sampling(1.0, 0, top_p=0.0)).sampling.top_p == 0.0
+    assert admitted(Sampling(1.0, 0)).sampling.top_p == 1.0
+
+
+@pytest.mark.parametrize("prompt_top_tokens", [None, 0, 20])
+def test_a_prompt_may_be_scored_without_tops(prompt_top_tokens):
+    found = admitted(Sampling(0.0, 0), prompt_top_tokens=prompt_top_tokens)
+    assert found.wants == batch.RowWants(prompt_top_tokens=prompt_top_tokens)
 
 
 def test_an_absent_digest_is_not_zero():
@@ -118,10 +177,10 @@ def test_a_decode_step_of_64_rows_stays_small():
 @pytest.mark.parametrize(("configured", "expected"), [(None, 2048), (512, 512), (4096, 2048)])
 def test_form_group_and_its_context(configured, expected):
     effect = messages.FormGroup("chip0", 11, "g0", EPOCH, 1, 2, 60.0)
-    settings = replace(SETTINGS, context_tokens=configured)
+    settings = replace(SETTINGS, context_tokens=configured, vocabulary_tokens=32_000)
     form = received(control_wire.encode_form_group(effect, settings, WORKER, TERM))
     assert form == batch.FormGroup(
-        TERM, "g0", EPOCH, 1, 2, 60.0, 16, 8, 64, expected, "cover", 30.0
+        TERM, "g0", EPOCH, 1, 2, 60.0, 16, 8, 64, expected, "cover", 30.0, 32_000
     )
 
 
@@ -148,6 +207,8 @@ def test_result_with_rows_of_every_kind():
         batch.RowResult((6,), ()),
         batch.RowResult((0,), (), finite=False),
         batch.RowResult((7,), (-1.0,), logits=b"\x00\x00\x80\x3f"),
+        batch.RowResult((8,), (-1.0,), (batch.TopTokens((9, 8), (-0.5, -1.0)),)),
+        batch.RowResult((8,), (-1.0,), (batch.TopTokens((8,), (-math.inf,)),)),
     )
     done = reported(batch.StepResult(TERM, EPOCH, 3, rows, TIMES))
     assert isinstance(done, messages.StepDone)
@@ -156,6 +217,29 @@ def test_result_with_rows_of_every_kind():
     assert [(row.token_ids, row.logprobs, row.finite, row.logits) for row in done.results] == [
         (row.token_ids, row.logprobs, row.finite, row.logits) for row in rows
     ]
+    assert [tops_of(row) for row in done.results] == [tops_of(row) for row in rows]
+    assert done.prompt_scores == ()
+
+
+def tops_of(found):
+    return [(top.token_ids, top.logprobs) for top in found.tops]
+
+
+def test_prompt_scores_of_every_kind():
+    def tops(*lengths):
+        return tuple(
+            batch.TopTokens(tuple(range(length)), (-0.5 * length,) * length) for length in lengths
+        )
+
+    scores = (
+        batch.PromptScores((-0.5, -0.25), tops(3, 3)),
+        batch.PromptScores(()),
+        batch.PromptScores((-4.0, -math.inf, -1.0)),
+        batch.PromptScores((-8.0,), tops(1)),
+    )
+    done = reported(batch.StepResult(TERM, EPOCH, 3, (), TIMES, scores))
+    assert [found.logprobs for found in done.prompt_scores] == [row.logprobs for row in scores]
+    assert [tops_of(found) for found in done.prompt_scores] == [tops_of(row) for row in scores]
 
 
 def test_a_plain_result_sends_no_column_it_does_not_need():
@@ -164,6 +248,8 @@ def test_a_plain_result_sends_no_column_it_does_not_need():
     assert not result.logprobs
     assert not result.status
     assert not result.logits
+    assert not result.top_count
+    assert not result.prompt_logprob_count
 
 
 def test_other_reports():
@@ -236,8 +322,15 @@ def test_ready_with_an_impossible_rate_is_refused(rate):
             step=worker_pb2.Step(row_slot=[1], row_tokens=[1], sampled_row=[1])
         ),
         worker_pb2.AttachResponse(form=worker_pb2.FormGroup(group_epoch=1)),
+        worker_pb2.AttachResponse(
+            step=worker_pb2.Step(
+                admissions=[
+                    worker_pb2.Admission(sampling=worker_pb2.SlotSampling(bias_token_id=[1]))
+                ]
+            )
+        ),
     ],
-    ids=["empty", "mask", "rows", "blocks", "extensions", "sampled", "no rank"],
+    ids=["empty", "mask", "rows", "blocks", "extensions", "sampled", "no rank", "bias"],
 )
 def test_commands_of_the_wrong_shape_are_refused(message):
     with pytest.raises(MalformedMessage):

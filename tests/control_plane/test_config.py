@@ -16,10 +16,12 @@ NAN = float("nan")
         ({"own_faults_max": 0}, "own_faults_max"),
         ({"group_sizes": ()}, "groups"),
         ({"group_sizes": (2, 0)}, "groups"),
-        ({"policy": "luck"}, "lpm or fcfs"),
+        ({"policy": "luck"}, "choose one of lpm, fcfs, shortest-prefill-first, priority"),
         ({"oldest_prefill_share": 1.5}, "from 0 to 1"),
         ({"oldest_prefill_share": NAN}, "from 0 to 1"),
-        ({"context_tokens": 1}, "2 or more"),
+        ({"context_tokens": 1}, "context_tokens is 1; .* at least 2"),
+        ({"retractions_before_reservation": -1}, "retractions_before_reservation"),
+        ({"heartbeat_interval_s": 0.0}, "heartbeat_interval_s is 0"),
         ({"step_deadline_s": NAN}, "step_deadline_s is nan"),
         ({"recovery_timeout_s": -1.0}, "recovery_timeout_s is -1"),
         ({"lease_s": 5.0}, "must grow in this order"),
@@ -34,13 +36,34 @@ def test_scheduling_settings_that_cannot_be(settings, said) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"http_port": 70_000}, "http_port is 70000; give 1 to 65535"),
+        ({"http_port": 70_000}, "http_port is 70000; .* from 0 to 65535"),
         ({"grpc_port": -1}, "grpc_port"),
         ({"tokenizer_threads": 0}, "tokenizer_threads"),
         ({"http_body_bytes_max": 0}, "http_body_bytes_max"),
+        ({"client_message_bytes_max": 1 << 31}, "client_message_bytes_max"),
+        ({"intake_bytes_max": 0}, "intake_bytes_max is 0; .* at least 1"),
+        ({"choices_max": 0}, "choices_max"),
+        ({"top_logprobs_max": -1}, "top_logprobs_max is -1; .* at least 0"),
+        ({"stop_strings_max": -1}, "stop_strings_max"),
+        ({"stop_string_characters_max": 0}, "stop_string_characters_max"),
+        ({"stop_token_ids_max": -1}, "stop_token_ids_max"),
+        ({"logit_bias_max": -1}, "logit_bias_max"),
+        ({"drain_deadline_s": NAN}, "drain_deadline_s is nan"),
+        ({"kv_policy": "luck"}, "choose one of cover, replicate, shard"),
         ({"stream_buffer_stall_s": float("inf")}, "stream_buffer_stall_s is inf"),
     ],
 )
 def test_service_settings_that_cannot_be(settings, said) -> None:
     with pytest.raises(ConfigurationError, match=said):
         ControlPlaneConfig(model_path="m", **settings)
+
+
+def test_limits_that_may_forbid_something_may_be_0() -> None:
+    names = ("top_logprobs_max", "stop_strings_max", "stop_token_ids_max", "logit_bias_max")
+    ControlPlaneConfig(model_path="m", drain_deadline_s=0.0, **dict.fromkeys(names, 0))
+
+
+def test_secrets_are_not_part_of_what_is_printed() -> None:
+    config = ControlPlaneConfig(model_path="m", join_token="sesame", api_keys=("sk-1",))
+    assert "sesame" not in repr(config)
+    assert "sk-1" not in repr(config)

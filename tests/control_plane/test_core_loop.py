@@ -7,6 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from control_plane.core_loop import CoreLoop
+from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import (
     Accepted,
     Cancel,
@@ -16,16 +17,12 @@ from control_plane.scheduling.messages import (
     LogLevel,
     ResetWorker,
     ServingChanged,
+    StepDone,
     Tick,
     WakeAt,
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class ScriptedCore:
@@ -48,17 +45,19 @@ class ScriptedCore:
 
 
 class Routes:
-    def __init__(self, core: ScriptedCore) -> None:
+    def __init__(self, core: ScriptedCore, clock=time.monotonic) -> None:
         self.taken: list[tuple[str, object]] = []
         self.failures = 0
         self.on_deliver = lambda _: None
+        self.metrics = Metrics()
         self.loop = CoreLoop(
             core,
-            time.monotonic,
+            clock,
             deliver=self._deliver,
             carry_out=lambda effect: self.taken.append(("workers", effect)),
             condemn=lambda effect: self.taken.append(("launchers", effect)),
             on_failure=self._fail,
+            metrics=self.metrics,
         )
 
     def _deliver(self, effect) -> None:
@@ -111,6 +110,62 @@ async def test_a_log_effect_is_logged_at_its_level():
     assert [(line["event"], line["log_level"], line["n"]) for line in lines] == [
         ("a.b", level.value, level.value) for level in LogLevel
     ]
+
+
+class Times:
+    """A clock that each part moves on by what it takes."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sums(metrics: Metrics, name: str) -> dict[tuple[str, str], float]:
+    """(label, _count or _sum) to value of a summary or histogram with one label."""
+    return {
+        (next(iter(sample.labels.values())), sample.name.removeprefix(name)): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+        if sample.name in (f"{name}_count", f"{name}_sum")
+    }
+
+
+async def test_stages_are_measured_apart():
+    times = Times()
+
+    class SlowCore(ScriptedCore):
+        def handle(self, event, now):
+            assert now == times.now
+            times.now += {StepDone: 1.0, Cancel: 4.0}[type(event)]
+            return self.effects.pop(type(event).__name__, [])
+
+    done = StepDone("chip0", 1, "g3", 1, 1, (), device_s=0.5)
+    effects = [Accepted("a", 1), ResetWorker("chip0", 1, 1, "r"), Accepted("b", 1)]
+    routes = Routes(SlowCore(StepDone=effects), times)
+
+    def take(_) -> None:
+        times.now += 16.0
+        if len(routes.taken) == 1:
+            # What it leads to is a stage of its own, not part of the delivery.
+            routes.loop.post(Cancel("a"))
+
+    routes.on_deliver = take
+    routes.loop.post(done)
+    assert sums(routes.metrics, "polychip_scheduler_stage_seconds") == {
+        ("step_done", "_count"): 1,
+        ("step_done", "_sum"): 1.0,
+        ("cancel", "_count"): 1,
+        ("cancel", "_sum"): 4.0,
+        ("deliver", "_count"): 2,
+        ("deliver", "_sum"): 32.0,
+        ("dispatch", "_count"): 1,
+        ("dispatch", "_sum"): 0.0,
+    }
+    assert sums(routes.metrics, "polychip_step_device_seconds") == {
+        ("g3", "_count"): 1,
+        ("g3", "_sum"): 0.5,
+    }
 
 
 async def test_only_the_earliest_wake_up_counts():

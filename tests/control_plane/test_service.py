@@ -27,11 +27,6 @@ QUICK = ["--heartbeat-interval", "0.2", "--lease", "0.5", "--heartbeat-timeout",
 QUICK += ["--formation-heartbeat-timeout", "1.0"]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class ControlPlane:
     """A running `python -m control_plane` and the ports it announced."""
 
@@ -238,6 +233,27 @@ async def test_a_port_in_use_is_named(tmp_path):
         port = str(taken.getsockname()[1])
         with pytest.raises(AssertionError, match=f"{port}.*--http-port"):
             ControlPlane(tmp_path, "--http-port", port)
+
+
+async def test_keys_are_asked_for_and_never_logged(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsk-first\nsk-second\n")
+    running = await asyncio.to_thread(ControlPlane, tmp_path, "--api-key-file", str(keys))
+    try:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            for key, status in (("sk-second", 200), ("sk-third", 401)):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert (await client.get("/v1/models", headers=headers)).status_code == status
+            assert (await client.get("/v1/models")).status_code == 401
+            assert (await client.get("/metrics")).status_code == 200
+        running.process.terminate()
+        assert await asyncio.to_thread(running.wait) == 0
+    finally:
+        running.close()
+    log = running.log.read_text()
+    assert "sk-" not in log
+    (line,) = [each for each in log.splitlines() if "service.settings" in each]
+    assert json.loads(line)["api_keys"] == 2
 
 
 def accepts_connections(port: int) -> bool:

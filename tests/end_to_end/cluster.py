@@ -1,5 +1,6 @@
 """Real services for tests: started on free ports, watched, stopped; logs on failure."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.end_to_end.generation import Client
 
@@ -171,3 +173,18 @@ class Clusters:
     def logs(self) -> str:
         """Logs of the running cluster."""
         return "" if self._cluster is None else self._cluster.logs()
+
+
+@functools.cache
+def shared_clusters() -> Clusters:
+    """The clusters of this test run: every folder's tests share them, so that one lives at a time.
+
+    Whoever has finished with them closes them; they may be used again after it.
+    """
+    return Clusters()
+
+
+def add_cluster_logs(item: pytest.Item, report: pytest.TestReport) -> None:
+    """Adds the running cluster's logs to the report of a failed test that uses clusters."""
+    if report.failed and "clusters" in getattr(item, "fixturenames", ()):
+        report.sections.append(("cluster", shared_clusters().logs()))

@@ -4,16 +4,15 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.end_to_end.cluster import Clusters
+from tests.end_to_end.cluster import Clusters, add_cluster_logs, shared_clusters
 
 
 @pytest.fixture(scope="session")
 def clusters(backend_name: str) -> Iterator[Clusters]:
     """Clusters by their options; at most one is alive."""
     del backend_name
-    running = Clusters()
-    yield running
-    running.close()
+    yield shared_clusters()
+    shared_clusters().close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,7 +21,5 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Adds the cluster's logs to the report of a failed test."""
     report = yield
-    running = getattr(item, "funcargs", {}).get("clusters")
-    if report.failed and isinstance(running, Clusters):
-        report.sections.append(("cluster", running.logs()))
+    add_cluster_logs(item, report)
     return report

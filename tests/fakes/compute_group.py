@@ -11,6 +11,7 @@ from chip_worker.batch import (
     Rendezvous,
     Report,
     RowResult,
+    RowWants,
     SlotSampling,
     Step,
     StepResult,
@@ -137,12 +138,16 @@ class ComputeGroup:
 
     def step(self, **fields: object) -> tuple[RowResult, ...]:
         """Sends the next step to every rank; returns the rows of rank 0."""
+        return self.result(**fields).rows
+
+    def result(self, **fields: object) -> StepResult:
+        """Sends the next step to every rank; returns the result of rank 0."""
         self.step_id += 1
         step = Step(self.term, self.epoch, self.step_id, **fields)
         run_ranks([lambda rank=rank: rank.session.handle(step) for rank in self.ranks])
         result = self.ranks[0].last
         assert isinstance(result, StepResult), result
-        return result.rows
+        return result
 
     def generate(
         self,
@@ -179,8 +184,7 @@ def admission(prompt_ids: list[int], slot: int = 0, **changes: object) -> Admiss
         "cached_count": 0,
         "block_ids": (),
         "sampling": GREEDY,
-        "wants_logprobs": True,
-        "wants_logits": True,
+        "wants": RowWants(logprobs=True, logits=True),
     }
     return Admission(**(values | changes))
 

@@ -7,6 +7,7 @@ Usage: control_plane_process.py FOLDER ANNOUNCE
     FOLDER/unhealthy  /health says 503 while the file exists
     FOLDER/end        ends with the status in the file
     FOLDER/stubborn   SIGTERM is ignored while the file exists
+    FOLDER/key        the admin service asks for the API key in the file
 """
 
 import json
@@ -27,11 +28,20 @@ from protos import admin_pb2, admin_pb2_grpc
 FOLDER = Path(sys.argv[1])
 
 
+def check_key(context: grpc.ServicerContext) -> None:
+    path = FOLDER / "key"
+    sent = dict(context.invocation_metadata()).get("authorization")
+    if path.exists() and sent != f"Bearer {path.read_text()}":
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid key")
+
+
 class Admin(admin_pb2_grpc.AdminServiceServicer):
     def GetStatus(self, request, context):  # noqa: ARG002, N802
+        check_key(context)
         return admin_pb2.GetStatusResponse(workers=[admin_pb2.WorkerStatus(id="chip0", state="x")])
 
     def WatchVerdicts(self, request, context) -> Iterator[admin_pb2.Verdict]:  # noqa: ARG002, N802
+        check_key(context)
         sent = 0
         while context.is_active():
             path = FOLDER / "verdicts"

@@ -1,6 +1,7 @@
 """A scheduling core driven by hand: one fake chip a worker, steps finish when the test says so."""
 
 from collections import deque
+from collections.abc import Callable
 
 from control_plane.config import SchedulingConfig
 from control_plane.request import Request, Sampling
@@ -65,8 +66,11 @@ class DrivenCore:
         self.effects: list[Effect] = []
         self.plans: list[StepPlan] = []
         self.outputs: dict[str, list[int]] = {}
+        self.scores: dict[str, list[float]] = {}
+        """Of each prompt that is scored, from its second token on."""
         self.errors: dict[str, Exception] = {}
         self._wake_at: float | None = None
+        self._answering: set[str] = set()
         self._chips: dict[int, FakeChip] = {}
         self._outstanding: dict[str, deque[SendStep]] = {}
 
@@ -83,7 +87,13 @@ class DrivenCore:
                     group_id = effect.plan.group_id
                     self._outstanding.setdefault(group_id, deque()).append(effect)
                 case Tokens():
+                    for scored in effect.prompt_deltas:
+                        scores = self.scores.setdefault(scored.request_id, [])
+                        assert scored.first_index == len(scores) + 1
+                        assert scored.request_id not in self._answering, "before the first token"
+                        scores.extend(scored.scores.logprobs)
                     for delta in effect.deltas:
+                        self._answering.add(delta.request_id)
                         outputs = self.outputs.setdefault(delta.request_id, [])
                         assert delta.first_index == len(outputs)
                         outputs.extend(delta.token_ids)
@@ -117,6 +127,12 @@ class DrivenCore:
         )
         return self.handle(ready)
 
+    def make_ready_all(self, effects: list[Effect]) -> None:
+        """Whoever is told in `effects` to join a group does so."""
+        for effect in effects:
+            if isinstance(effect, FormGroup):
+                self.make_ready(effect)
+
     def serve(self, **changes) -> "DrivenCore":
         """All workers attach and get ready."""
         for index in range(sum(self.config.group_sizes)):
@@ -130,30 +146,41 @@ class DrivenCore:
     def in_flight(self, group_id: str = "g0") -> int:
         return len(self._outstanding.get(group_id, ()))
 
+    def last_chip(self) -> FakeChip:
+        """The chip that got the last step."""
+        return self._chips[self.plans[-1].epoch]
+
     def last_admissions(self) -> tuple[str, list[Admission]]:
         """Group and admissions of the last step that had any."""
         plan = next(plan for plan in reversed(self.plans) if plan.admissions)
         return plan.group_id, list(plan.admissions)
 
-    def finish_step(self, group_id: str = "g0", *, spoilt_slot: int | None = None) -> list[Effect]:
-        """The oldest step of a group ends; the row of `spoilt_slot` is not finite."""
+    def finish_step(
+        self,
+        group_id: str = "g0",
+        *,
+        spoilt_slot: int | None = None,
+        change: Callable[[StepDone], StepDone] = lambda done: done,
+    ) -> list[Effect]:
+        """The oldest step of a group ends; the row of `spoilt_slot` is not finite, and `change`
+        makes of the result what it likes."""
         sent = self._outstanding[group_id].popleft()
         plan = sent.plan
-        results = self._chips[plan.epoch].execute(plan)
+        results, scores = self._chips[plan.epoch].execute(plan)
         for i, row in enumerate(row for row in plan.rows if row.sampled):
             if row.slot == spoilt_slot:
                 results[i] = RowResult((), finite=False)
         self.now += 0.01
-        return self.handle(
-            StepDone(
-                sent.worker_ids[0],
-                self.incarnation,
-                group_id,
-                plan.epoch,
-                plan.step_id,
-                tuple(results),
-            )
+        done = StepDone(
+            sent.worker_ids[0],
+            self.incarnation,
+            group_id,
+            plan.epoch,
+            plan.step_id,
+            tuple(results),
+            prompt_scores=tuple(scores),
         )
+        return self.handle(change(done))
 
     def finish_all(self, group_id: str = "g0", steps_max: int = 2000) -> None:
         """Runs until nothing is on its way; complete answers are ended as intake does."""

@@ -5,6 +5,7 @@ Messages of one worker keep their order in each direction and take a random time
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -17,6 +18,7 @@ from control_plane.scheduling.messages import (
     FormGroup,
     Heartbeat,
     LossKind,
+    PromptScores,
     RendezvousOpened,
     ResetWorker,
     RowResult,
@@ -261,18 +263,20 @@ class FakeFleet:
     def _finish(self, ranks: list[FakeProcess], plan: StepPlan) -> None:
         if any(not rank.responds or rank.epoch != plan.epoch for rank in ranks):
             return
-        answers: list[list[RowResult]] = []
+        answers: list[tuple[list[RowResult], list[PromptScores]]] = []
         for rank in ranks:
             assert rank.chip
             del rank.steps[plan.step_id]
             answers.append(rank.chip.execute(plan))
         assert all(answer == answers[0] for answer in answers), "ranks differ"
-        results = [
-            RowResult((), finite=False)
-            if self._random.random() < self.shape.nonfinite_share
-            else result
-            for result in answers[0]
-        ]
+        results, scores = answers[0]
+        for i in range(len(results)):
+            if self._random.random() < self.shape.nonfinite_share:
+                results[i] = RowResult((), finite=False)
+        for i in range(len(scores)):
+            if scores[i].logprobs and self._random.random() < self.shape.nonfinite_share:
+                nan = (math.nan,) * len(scores[i].logprobs)
+                scores[i] = PromptScores(nan, scores[i].tops)
         first = ranks[0]
         done = StepDone(
             worker_id=first.worker_id,
@@ -281,5 +285,6 @@ class FakeFleet:
             epoch=plan.epoch,
             step_id=plan.step_id,
             results=tuple(results),
+            prompt_scores=tuple(scores),
         )
         self._send(first, done)

@@ -21,11 +21,17 @@ from control_plane.scheduling.messages import (
     Cancel,
     End,
     Failed,
+    PromptDelta,
     Submit,
     TokenDelta,
     Tokens,
 )
-from tests.fakes.fake_chip import VOCABULARY_SIZE, context_checksum
+from tests.fakes.fake_chip import (
+    VOCABULARY_SIZE,
+    context_checksum,
+    likeliest,
+    token_score,
+)
 from tests.fakes.fake_fleet import VirtualClock
 
 
@@ -45,6 +51,7 @@ class Conversation:
     error: RequestError | None = None
     retractions: int = 0
     cached_tokens: int | None = None
+    scored_count: int = 1
 
     @property
     def is_over(self) -> bool:
@@ -88,6 +95,8 @@ class FakeIntake:
             case Failed():
                 self._failed(self.conversations[effect.request_id], effect.error)
             case Tokens():
+                for scored in effect.prompt_deltas:
+                    self._take_scores(self.conversations[scored.request_id], scored)
                 for delta in effect.deltas:
                     self._take_delta(self.conversations[delta.request_id], delta)
 
@@ -103,6 +112,21 @@ class FakeIntake:
             expected += (InvalidRequest, QueueFull)
         assert isinstance(error, expected), error
 
+    def _take_scores(self, conversation: Conversation, delta: PromptDelta) -> None:
+        request = conversation.request
+        assert conversation.accepted
+        assert not conversation.is_over, "no score after the end"
+        assert list(request.output_ids) == conversation.emitted, "scores before the first token"
+        assert delta.first_index == conversation.scored_count, "no repeat, no gap"
+        conversation.scored_count += len(delta.scores.logprobs)
+        places = range(delta.first_index, conversation.scored_count)
+        assert conversation.scored_count <= len(request.prompt_ids)
+        expected = tuple(token_score(request.prompt_ids[: i + 1]) for i in places)
+        assert delta.scores.logprobs == expected, "the score of this token"
+        tops_count = request.prompt_top_tokens or 0
+        tops = tuple(likeliest(request.prompt_ids[:i], tops_count) for i in places)
+        assert delta.scores.tops == (tops if tops_count else ())
+
     def _take_delta(self, conversation: Conversation, delta: TokenDelta) -> None:
         assert conversation.accepted
         assert not conversation.is_over, "no token after the end"
@@ -111,6 +135,13 @@ class FakeIntake:
         (token_id,) = delta.token_ids
         assert token_id == conversation.checksum % VOCABULARY_SIZE, "the undisturbed token"
         assert delta.facts.retractions <= 5
+        request = conversation.request
+        assert delta.logprobs == ((-0.5,) if request.wants_logprobs else ())
+        assert [len(top.token_ids) for top in delta.tops] == [request.top_tokens] * bool(
+            request.top_tokens
+        )
+        if request.prompt_top_tokens is not None:
+            assert conversation.scored_count == len(request.prompt_ids), "all scores come first"
         if conversation.cached_tokens is None:
             conversation.cached_tokens = delta.facts.cached_tokens
         assert delta.facts.cached_tokens == conversation.cached_tokens, "of the first admission"

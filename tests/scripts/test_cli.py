@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
-from scripts.cli.limit_options import LIMITS
 from scripts.cli.main import COMMANDS, main
 from scripts.cli.serve import invitation, serve, settings_lines, settings_of
-from scripts.client import Generation, Message, Piece, PolychipClient, ServiceRefused
+from scripts.client import PolychipClient, ServiceRefused
+from scripts.generation import Generation, Message, Piece
 from scripts.launcher import Addresses, progress_lines
 from scripts.settings import ServeSettings, control_plane_command, worker_command
 from scripts.topology import numa_nodes_count
@@ -119,6 +118,7 @@ def a_status(groups_count: int) -> dict[str, object]:
     return {
         "workers": [
             {"id": name, "pid": 4194304, "state": "cordoned", "group": f"g{group}", "device": "cpu"}
+            | {"blocks": 3703701}
             for group, names in enumerate(ranks)
             for name in names
         ],
@@ -198,47 +198,3 @@ def test_chat_needs_neither_torch_nor_the_control_plane() -> None:
     )
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"torch", "control_plane", "chip_worker", "tokenizers"}
-
-
-def table_of_settings() -> dict[str, str]:
-    """Option to default, from the tables of docs/settings.md that describe `polychip serve`."""
-    rows = {}
-    for line in (ROOT / "docs" / "settings.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 3 and cells[0].startswith("`--"):
-            rows[cells[0].strip("`").split()[0]] = cells[1]
-    return rows
-
-
-def test_the_table_of_settings_is_complete_and_right() -> None:
-    table = table_of_settings()
-    options = {
-        option.opts[0]: option
-        for option in serve.params
-        if isinstance(option, click.Option) and option.name != "help"
-    }
-    assert set(table) == set(options)
-    for name, option in options.items():
-        default = option.show_default if isinstance(option.show_default, str) else option.default
-        if option.is_flag:
-            default = "off"
-        elif not isinstance(default, str | int | float) or default == "":
-            default = "none"
-        assert table[name] == str(default), name
-
-
-def test_every_limit_of_the_control_plane_can_be_set() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "control_plane", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-        timeout=60,
-        text=True,
-    )
-    lines = [line.split() for line in done.stdout.splitlines()]
-    known = {words[0] for words in lines if words and words[0].startswith("--")} - {"--help"}
-    passed_on = {word for word in control_plane_command(settings(), "") if word.startswith("--")}
-    passed_on |= {"--context", "--debug-api", "--chips", "--join-token-file"}
-    assert known == passed_on
-    assert {limit.flag for limit in LIMITS} <= passed_on

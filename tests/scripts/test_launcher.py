@@ -29,7 +29,8 @@ launcher.control_plane_command = lambda settings, announce: [
     sys.executable, str(fakes / "control_plane_process.py"), str(folder), announce]
 launcher.worker_command = lambda settings, index, port: [
     sys.executable, str(fakes / "worker_process.py"), str(folder), f"chip{index}"]
-values = dict(serve.make_context("serve", ["--chips", "2", "--drain-deadline", sys.argv[2]]).params)
+options = ["--chips", "2", "--drain-deadline", *sys.argv[2:]]
+values = dict(serve.make_context("serve", options).params)
 del values["announce"]
 running = launcher.Launcher(
     settings_of(values),
@@ -43,12 +44,12 @@ sys.exit(anyio.run(running.run))
 class Running:
     """A launcher in a process of its own, and the folder that steers its stand-ins."""
 
-    def __init__(self, folder: Path, drain_deadline_s: float = 5.0) -> None:
+    def __init__(self, folder: Path, *options: str, drain_deadline_s: float = 5.0) -> None:
         self.folder = folder
         self.output = folder / "output"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(folder), str(drain_deadline_s)],
+                [sys.executable, "-c", PROGRAM, str(folder), str(drain_deadline_s), *options],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=file,
@@ -77,8 +78,8 @@ class Running:
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def start_one(**options: float) -> Running:
-        started.append(Running(tmp_path, **options))
+    def start_one(*options: str, **limits: float) -> Running:
+        started.append(Running(tmp_path, *options, **limits))
         return started[-1]
 
     yield start_one
@@ -159,6 +160,19 @@ def test_a_verdict_kills_that_process_only(start: Callable[..., Running]) -> Non
     assert f"chip0 (process {first}) is killed: frozen" in running.text()
     assert not gone(innocent)
     assert running.pids("chip1") == [innocent]
+
+
+def test_the_launcher_sends_the_first_key_of_the_file(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("# of the launcher\nfirst\nsecond\n")
+    (tmp_path / "key").write_text("first")
+    running = start("--api-key-file", str(tmp_path / "keys"))
+    running.wait_until_ready()
+    pid = running.pids("chip0")[0]
+    (running.folder / "verdicts").write_text(f"chip0 {pid}\n")
+    running.wait_for(lambda: len(running.pids("chip0")) == 2)
+    assert f"chip0 (process {pid}) is killed: frozen" in running.text()
 
 
 def test_the_end_of_the_control_plane_ends_all_with_its_status(

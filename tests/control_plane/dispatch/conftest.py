@@ -74,11 +74,6 @@ async def open_plane(
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def plane() -> AsyncIterator[Plane]:
     async with open_plane() as opened:
         yield opened

@@ -23,11 +23,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def tiny_model_directory(tmp_path_factory):
     """A Hugging Face directory whose token ids are bytes; 257 and 258 end answers."""

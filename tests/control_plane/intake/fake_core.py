@@ -13,6 +13,7 @@ from control_plane.config import ControlPlaneConfig
 from control_plane.errors import RequestCancelled
 from control_plane.intake.front import Intake
 from control_plane.intake.model_files import ModelFiles
+from control_plane.metrics import Metrics
 from control_plane.request import Request
 from control_plane.scheduling.messages import (
     Accepted,
@@ -25,12 +26,15 @@ from control_plane.scheduling.messages import (
     Failed,
     FlushCache,
     GroupSnapshot,
+    PromptDelta,
+    PromptScores,
     RequestFacts,
     ServingChanged,
     Snapshot,
     Submit,
     TokenDelta,
     Tokens,
+    TopTokens,
     WorkerSnapshot,
 )
 
@@ -45,21 +49,38 @@ def bytes_to_letters() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
+def likeliest(token_id: int, count: int) -> TopTokens:
+    ids = tuple((token_id + i) % 256 for i in range(count))
+    return TopTokens(ids, tuple(-float(i) for i in range(count)))
+
+
 def delta(request: Request, first_index: int, token_ids: Iterable[int], **kwargs) -> Tokens:
     ids = tuple(token_ids)
     logprobs = tuple(-float(i) for i in range(len(ids))) if request.wants_logprobs else ()
     kwargs.setdefault("logprobs", logprobs)
+    if request.top_tokens:
+        kwargs.setdefault("tops", tuple(likeliest(each, request.top_tokens) for each in ids))
     return Tokens((TokenDelta(request.request_id, first_index, ids, facts=FACTS, **kwargs),))
 
 
+def scores(request: Request, first_index: int = 1, count: int | None = None) -> Tokens:
+    """Log-probabilities of prompt tokens: minus a hundredth of the id; all of them, or `count`."""
+    ids = request.prompt_ids[first_index:][:count]
+    tops_count = request.prompt_top_tokens or 0
+    tops = tuple(likeliest(each, tops_count) for each in ids) if tops_count else ()
+    scored = PromptScores(tuple(-each / 100 for each in ids), tops)
+    return Tokens((), (PromptDelta(request.request_id, first_index, scored),))
+
+
 def saying(text: str | bytes, *, then: Iterable[int] = (END,)) -> Callable[[Request], list[Effect]]:
-    """A script: the bytes of the text, one token each, then the given ids."""
+    """A script: the prompt's scores if asked for, the bytes of the text, one a token, the ids."""
     raw = text.encode() if isinstance(text, str) else text
 
     def script(request: Request) -> list[Effect]:
         ids = [*raw, *then][len(request.output_ids) :]
         first = len(request.output_ids)
-        return [delta(request, first + i, [token]) for i, token in enumerate(ids)]
+        scored = [scores(request)] if request.prompt_top_tokens is not None else []
+        return scored + [delta(request, first + i, [token]) for i, token in enumerate(ids)]
 
     return script
 
@@ -117,7 +138,7 @@ class FakeCore:
         return self.of(Submit)[-1].request
 
     def snapshot(self) -> Snapshot:
-        worker = WorkerSnapshot("chip0", 4, 5, "serving", "cores 0-1", "cpu", "g0", 0.25)
+        worker = WorkerSnapshot("chip0", 4, 5, "serving", "cores 0-1", "cpu", "g0", 0.25, 6)
         group = GroupSnapshot(
             "g0", 3, ("chip0",), "serving", 1, 2, 3, BlockCounts(1, 2, 3, 6), 16, 9, 2
         )
@@ -132,6 +153,7 @@ class Running:
     channel: grpc.aio.Channel
     http_port: int
     grpc_port: int
+    metrics: Metrics
 
 
 @asynccontextmanager
@@ -140,7 +162,8 @@ async def running(model: ModelFiles, core: FakeCore, **settings) -> AsyncIterato
     config = ControlPlaneConfig(
         model_path=str(model.path), model_name="tiny", http_port=0, grpc_port=0, **settings
     )
-    intake = Intake(config, model, core.post, core.snapshot, lambda: 1000.0, lambda: 12)
+    clock, term, metrics = (lambda: 1000.0), (lambda: 12), Metrics()
+    intake = Intake(config, model, core.post, core.snapshot, clock, term, metrics=metrics)
     core.deliver = intake.deliver
     async with anyio.create_task_group() as tasks:
         ports = await intake.start(tasks)
@@ -149,7 +172,7 @@ async def running(model: ModelFiles, core: FakeCore, **settings) -> AsyncIterato
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http_port}", timeout=10) as http,
             grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc_port}") as channel,
         ):
-            yield Running(core, intake, http, channel, ports.http_port, ports.grpc_port)
+            yield Running(core, intake, http, channel, ports.http_port, ports.grpc_port, metrics)
         await intake.stop()
 
 

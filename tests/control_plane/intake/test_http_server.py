@@ -160,44 +160,65 @@ BAD_BODIES = [
     (b"\xff\xfe{}", "body"),
     (b"NaN", "body"),
     (b'{"prompt": "hi", "temperature": nan}', "body"),
-    (b'{"prompt": "hi", "seed": NaN}', "seed"),
-    (b'{"prompt": "hi", "max_tokens": NaN}', "max_tokens"),
-    (b'{"prompt": "hi", "max_completion_tokens": Infinity}', "max_completion_tokens"),
-    (b'{"prompt": "hi", "logprobs": NaN}', "logprobs"),
-    (b'{"prompt": "hi", "top_p": NaN}', "top_p"),
-    (b'{"prompt": "hi", "stop_token_ids": [NaN]}', "stop_token_ids.0"),
-    (b'{"prompt": [1, NaN]}', "prompt"),
-    (b'{"prompt": "hi", "stop": ' + b"[" * 900 + b"]" * 900 + b"}", "stop"),
-    (b'{"prompt": "hi", "temperature": 1e999}', "temperature"),
-    (b'{"prompt": "hi", "temperature": "0"}', "temperature"),
-    (b'{"prompt": "hi", "temperature": 1' + b"0" * 400 + b"}", "temperature"),
-    (b'{"prompt": "hi", "seed": 1' + b"0" * 400 + b"}", "seed"),
-    (b'{"prompt": "hi", "max_tokens": 1' + b"0" * 9000 + b"}", "body"),
-    (b'{"prompt": "hi", "max_tokens": 1.5}', "max_tokens"),
-    (b'{"prompt": "hi", "max_tokens": true}', "max_tokens"),
-    (b'{"prompt": "hi", "stream": "yes"}', "stream"),
-    (b'{"prompt": "hi", "stop_token_ids": [1, "2"]}', "stop_token_ids.1"),
-    (b'{"prompt": "hi", "logprobs": 5}', "logprobs"),
-    (b'{"prompt": 5}', "prompt"),
-    (b'{"prompt": [1, 2.0]}', "prompt"),
-    (b'{"prompt": ["a", "b"]}', "prompt"),
-    (b'{"prompt": [[1], [2]]}', "prompt"),
-    (b'{"prompt": [1' + b"0" * 300 + b"]}", "prompt"),
-    (b'{"prompt": "\\ud800"}', "prompt"),
-    (b'{"prompt": ""}', "prompt"),
-    (b'{"prompt": []}', "prompt"),
-    (b"{}", "prompt"),
-    (b'{"prompt": "hi", "n": 2}', "n"),
     (b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}", "body"),
+    (b'{"prompt": "hi", "max_tokens": 1' + b"0" * 9000 + b"}", "body"),
+]
+BAD_FIELDS = [
+    *((name, "NaN") for name in ("seed", "max_tokens", "logprobs", "top_k", "top_p", "min_p")),
+    *((name, "NaN") for name in ("presence_penalty", "repetition_penalty", "logit_bias")),
+    *(("stop_token_ids", value) for value in ("[NaN]", '[1, "2"]', "[-1]", "[259]", "5")),
+    *(("max_completion_tokens", value) for value in ("Infinity", "0", "-1", "1" + "0" * 400)),
+    *(("max_tokens", value) for value in ("1.5", "true", "0", "257", "1" + "0" * 400)),
+    *(("temperature", value) for value in ("1e999", '"0"', "-0.5", "101", "1" + "0" * 400)),
+    *(("top_p", value) for value in ("-0.1", "1.5")),
+    *(("min_p", value) for value in ("-0.1", "1.5")),
+    *(("top_k", value) for value in ("-2", "1.5")),
+    *(("presence_penalty", value) for value in ("2.5", "-2.5")),
+    *(("frequency_penalty", value) for value in ("2.5", "-2.5")),
+    *(("repetition_penalty", value) for value in ("0", "-1", "101")),
+    *(("seed", value) for value in ("-1", "1" + "0" * 400)),
+    *(("logit_bias", f'{{"{key}": 1}}') for key in ("259", "1000000000", "-1", "x", "9" * 30)),
+    *(("logit_bias", f'{{"1": {bias}}}') for bias in ("1e9", "-101", "NaN", '"1"', "true")),
+    *(("n", value) for value in ("0", "-1", "1000", "1.0", "true")),
+    ("best_of", "2"),
+    *(("stop", value) for value in ('""', '["a", ""]', "5", "[1]", "[" * 900 + "]" * 900)),
+    ("stop", str([str(i) for i in range(100)]).replace("'", '"')),
+    ("min_tokens", "-1"),
+    *(("logprobs", value) for value in ("-1", "21", "true")),
+    *(("prompt_logprobs", value) for value in ("-1", "21", "true")),
+    ("top_logprobs", "2"),
+    ("priority", "1"),
+    ("cache_salt", f'"{"x" * 257}"'),
+    *((name, '"yes"') for name in ("stream", "echo", "ignore_eos")),
+    ("response_format", '{"type": "json_object"}'),
+    ("tools", "[1]"),
+    *(("prompt", value) for value in ("5", "[1, NaN]", "[1, 2.0]", '["a", 1]', '[[1], "a"]')),
+    *(("prompt", value) for value in ('""', "[]", "[[]]", '["a", ""]', "[[1], []]", "null")),
+    *(
+        ("prompt", value)
+        for value in ("[-1]", "[259]", f"[{10**18}]", f"[{10**300}]", "[[1], [300]]")
+    ),
+    *(("prompt", value) for value in ('"\\ud800"', str([1] * 256), str([[1]] * 129))),
 ]
 
 
-async def test_bad_bodies_are_refused_by_name(start, core):
+async def test_bad_bodies_are_refused_by_name_before_any_event(start, core):
+    bodies = [(raw, field) for raw, field in BAD_BODIES]
+    for field, value in BAD_FIELDS:
+        prompt = "" if field == "prompt" else '"prompt": "hi", '
+        bodies.append((f'{{{prompt}"{field}": {value}}}'.encode(), field))
+        if field != "stream":
+            bodies.append((f'{{{prompt}"stream": true, "{field}": {value}}}'.encode(), field))
     async with start() as s:
-        for raw, field in BAD_BODIES:
+        for raw, field in bodies:
             r = await s.http.post("/v1/completions", content=raw)
             assert r.status_code == 400, raw[:80]
-            assert r.json()["error"]["param"] == field, raw[:80]
+            assert r.headers["content-type"] == "application/json"
+            error = r.json()["error"]
+            assert error["param"] == field, raw[:80]
+            assert error["type"] == "invalid_request_error"
+            assert error["message"].startswith(field), raw[:80]
+            assert len(error["message"]) < 1000
         assert core.of(Submit) == []
         good = await s.http.post("/v1/completions", json={"prompt": "hi"})
     assert good.status_code == 200
@@ -240,7 +261,8 @@ BAD_MESSAGES: list = [
     ([{"content": "x"}], "role"),
     ([{"role": "user", "content": 5}], "content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "text"),
-    (["hi"], "dictionary"),
+    (["hi"], "object"),
+    ("hi", "list"),
 ]
 
 
@@ -261,6 +283,7 @@ async def test_unknown_model_path_and_method(start):
         method = await s.http.get("/v1/completions")
     assert model.status_code == 404
     assert "'tiny', 'default'" in model.json()["error"]["message"]
+    assert model.json()["error"]["code"] == "MODEL_NOT_FOUND"
     assert (path.status_code, path.json()["error"]["code"]) == (404, "NOT_FOUND")
     assert (method.status_code, method.json()["error"]["code"]) == (405, "METHOD_NOT_ALLOWED")
 
@@ -363,7 +386,7 @@ async def test_stop_ends_a_running_answer_with_an_error(start, core):
             results.append(await s.http.post("/v1/completions", json={"prompt": "hi"}))
 
         tasks.start_soon(ask)
-        await until(lambda: s.intake.running_count == 1)
+        await until(lambda: core.of(Submit) != [])
         await s.intake.stop()
     assert results[0].status_code == 503
     assert [type(event) for event in core.events] == [Submit, Cancel]

@@ -214,7 +214,13 @@ def test_no_such_path(tmp_path):
 
 
 def test_the_card_takes_the_lower_context(tiny_model):
-    assert ModelCard.of(tiny_model, "", 100).context_tokens == 100
-    assert ModelCard.of(tiny_model, "", 10**6).context_tokens == 256
-    assert ModelCard.of(tiny_model, "", None).names == ("tiny", "default")
-    assert ModelCard.of(tiny_model, "default", None).names == ("default",)
+    assert ModelCard.of(tiny_model, "", 100, 300).context_tokens == 100
+    assert ModelCard.of(tiny_model, "", 10**6, 300).context_tokens == 256
+    assert ModelCard.of(tiny_model, "", None, 300).names == ("tiny", "default")
+    assert ModelCard.of(tiny_model, "default", None, 300).names == ("default",)
+
+
+def test_the_card_has_no_ids_that_model_or_tokenizer_lacks(tiny_model):
+    assert ModelCard.of(tiny_model, "", None, 10**6).vocabulary_size == tiny_model.vocabulary_size
+    cut = ModelCard.of(tiny_model, "", None, 258)
+    assert (cut.vocabulary_size, cut.end_token_ids) == (258, (257,))

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from control_plane.errors import ConfigurationError, InvalidRequest
+from control_plane.intake.byte_budget import ByteBudget
 from control_plane.intake.chat_template import ChatTemplate
 from control_plane.intake.detokenizer import Detokenizer
 from control_plane.intake.model_files import GgufVocabulary, ModelFiles, TokenizerJson
@@ -272,14 +273,14 @@ async def test_pool_works_off_the_loop(tokenizer, model):
         tokenizer,
         Watched(model.chat_template, {}, datetime.now),
         1,
-        waiting_max=8,
+        budget=ByteBudget(bytes_max=1 << 20, pieces_max=8),
         context_tokens=2048,
     )
-    ids = await pool.encode_chat([{"role": "user", "content": "hi"}])
+    ids = await pool.encode_chat([{"role": "user", "content": "hi"}]).result()
     assert ids[-3:] == (1, 520, 9531, 198)[-3:]
     assert threads[0] is not threading.main_thread()
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
-        await pool.encode("a\ud800")
+        await pool.encode("a\ud800").result()
     pool.close()
 
 

@@ -56,6 +56,20 @@ def test_a_group_forms_when_its_last_rank_attaches_and_meets_at_rank_zero() -> N
     assert of_kind(core.make_ready(forms[1]), ServingChanged) == [ServingChanged(("g0",))]
 
 
+def test_a_worker_shows_its_capacity_while_it_serves() -> None:
+    def blocks(core: DrivenCore) -> list[int]:
+        return [worker.blocks for worker in core.core.snapshot(core.now).workers]
+
+    core = driven(2)
+    forms = [*core.attach("chip0"), *core.attach("chip1")]
+    core.make_ready(forms[0])
+    assert blocks(core) == [0, 0]
+    core.make_ready(forms[1])
+    assert blocks(core) == [core.blocks] * 2
+    lose(core, "chip1")
+    assert blocks(core) == [0, 0]
+
+
 def test_a_block_is_a_common_multiple_of_what_the_chips_like() -> None:
     core = driven(1)
     (form,) = core.attach("chip0", block_tokens_multiple=6)

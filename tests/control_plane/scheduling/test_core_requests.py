@@ -1,8 +1,10 @@
 """Requests through the core: limits, admission, cache, retraction, pipelining, ends."""
 
+from dataclasses import replace
+
 import pytest
 
-from control_plane.config import SchedulingConfig
+from control_plane.config import POLICIES, SchedulingConfig
 from control_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -15,11 +17,12 @@ from control_plane.scheduling.messages import (
     Cancel,
     End,
     FlushCache,
+    Submit,
     Tick,
     Tokens,
     WakeAt,
 )
-from tests.fakes.driven_core import DrivenCore, reference
+from tests.fakes.driven_core import DrivenCore, make_request, reference
 
 
 def driven(blocks: int = 64, **changes) -> DrivenCore:
@@ -290,7 +293,7 @@ def test_a_row_that_is_not_finite_fails_its_request_only() -> None:
 
 
 def test_priority_orders_the_queue_and_age_overrules_it() -> None:
-    core = driven(running_max=1, ageing_s=2.0)
+    core = driven(running_max=1, ageing_s=2.0, policy="priority")
     core.submit("running", range(4), max_tokens=3)
     core.submit("low", range(10, 14), max_tokens=2, priority=0)
     core.submit("high", range(20, 24), max_tokens=2, priority=1)
@@ -314,3 +317,75 @@ def test_lpm_takes_the_longest_resident_prefix_first() -> None:
     core.submit("hit", range(12), max_tokens=2)
     core.finish_all()
     assert list(core.outputs) == ["warm", "running", "hit", "cold"]
+
+
+@pytest.mark.parametrize("limit", [1, 16])
+def test_of_a_thousand_at_once_exactly_the_limit_waits(limit) -> None:
+    core = driven(queue_requests_max=limit, running_max=4, chunk_tokens=8)
+    for i in range(1000):
+        waiting = core.core.snapshot(core.now).waiting
+        core.submit(f"r{i}", [i, i + 1, i + 2, i + 3], max_tokens=4)
+        assert (f"r{i}" in core.errors) == (waiting == limit), i
+    refused = list(core.errors.values())
+    assert all(isinstance(error, QueueFull) for error in refused)
+    assert all(1 <= error.retry_after_s <= 60 for error in refused)
+    accepted = 1000 - len(refused)
+    assert accepted == limit + core.core.snapshot(core.now).running
+    core.finish_all()
+    assert len(core.outputs) == accepted
+    core.submit("later", range(4), max_tokens=2)
+    core.finish_all()
+    assert core.outputs["later"] == reference(range(4), 2)
+
+
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    core = driven(queue_tokens_max=100, running_max=1, chunk_tokens=8)
+    for i in range(100):
+        core.submit(f"r{i}", range(i, i + 30), max_tokens=2)
+    queued = sum(load.queued_tokens for load in core.core._serving.load.groups.values())
+    assert 70 < queued <= 100
+    assert all("tokens wait" in str(error) for error in core.errors.values())
+    core.finish_all()
+    assert len(core.outputs) == 100 - len(core.errors)
+
+
+@pytest.mark.parametrize("prompt_count", [3, 4, 37, 40, 43])
+@pytest.mark.parametrize("group_sizes", [(1,), (1, 1)])
+def test_choices_over_one_prompt_compute_it_once(prompt_count, group_sizes) -> None:
+    core = driven(running_max=8, group_sizes=group_sizes)
+    for choice in range(8):
+        request = make_request(f"c/{choice}", range(prompt_count), max_tokens=5)
+        sampling = replace(request.sampling, choice=choice)
+        core.handle(Submit(replace(request, sampling=sampling)))
+    for _ in range(100):
+        for group in range(len(group_sizes)):
+            if core.in_flight(f"g{group}"):
+                core.finish_step(f"g{group}")
+        core._end_complete()
+    computed = sum(row.tokens_count for plan in core.plans for row in plan.rows)
+    decodes, last_blocks, groups = 8 * 4, 8 * 4, len(group_sizes)
+    assert computed <= groups * prompt_count + last_blocks + decodes
+    assert {a.sampling.choice for plan in core.plans for a in plan.admissions} == set(range(8))
+    for choice in range(8):
+        assert core.outputs[f"c/{choice}"] == reference(range(prompt_count), 5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_hungry_request_gets_its_turn_among_many_small_ones(policy) -> None:
+    """The small ones are shorter, more urgent, in part cached, and never stop coming."""
+    core = driven(blocks=20, ageing_s=0.3, policy=policy)
+    core.submit("first", range(300, 304), max_tokens=8)
+    core.submit("hungry", range(60), max_tokens=12, priority=-5)
+    small = steps = 0
+    # The ageing time is 30 steps; then what runs may end.
+    while "hungry" not in core.outputs and steps < 30 + 30:
+        steps += 1
+        while len(core.core._requests) < 12:
+            small += 1
+            core.submit(f"s{small}", [small % 5, 1, 2, 3, 4], max_tokens=6, priority=5)
+        core.finish_step()
+        core._end_complete()
+    assert "hungry" in core.outputs
+    core.finish_all()
+    assert core.outputs["hungry"] == reference(range(60), 12)
+    assert all(len(core.outputs[f"s{i}"]) == 6 for i in range(1, small + 1))

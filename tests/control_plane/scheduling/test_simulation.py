@@ -5,12 +5,12 @@ of every row; fake intake checks every token; the core's own integrity is checke
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
 
-from control_plane.config import SchedulingConfig
+from control_plane.config import POLICIES, SchedulingConfig
 from control_plane.request import Request, Sampling
 from control_plane.scheduling.core import CONTROL_PLANE_STALLED, SchedulingCore
 from control_plane.scheduling.messages import (
@@ -72,6 +72,7 @@ class Totals:
     failovers: int = 0
     cached: int = 0
     stalls: int = 0
+    scored: int = 0
 
 
 class Scenario:
@@ -97,7 +98,7 @@ class Scenario:
             block_tokens=block_tokens,
             chunk_tokens=random.choice([3, 8, 64]),
             running_max=random.choice([1, 4, 8, 8]),
-            policy=random.choice(["lpm", "fcfs"]),
+            policy=random.choice(POLICIES),
             prefix_cache=random.random() < 0.85,
             context_tokens=random.choice([None, context_tokens - 4]),
             admission_tokens_max=random.choice([5, 16, 16384]),
@@ -174,16 +175,15 @@ class Scenario:
         horizon_s = self.random.choice([0.01, 0.2, 1.0])
         requests_count = self.random.choice([2, 6, 12])
         bases = [self._ids(self.random.randint(4, 20)) for _ in range(2)]
-        for number in range(requests_count):
+        submitted_count = 0
+        while submitted_count < requests_count:
             when = 0.15 + self.random.uniform(0, horizon_s)
-            request = self._request(number, bases, when)
+            request = self._request(submitted_count, bases, when)
             modulus = 0 if self.growing else self.random.choice([0, 0, 5, 30])
-            self.own_clock.at(
-                when, lambda r=request, m=modulus: self.intake.submit(r, stop_modulus=m)
-            )
-            if self.random.random() < 0.15:
-                later = when + self.random.uniform(0, 0.5)
-                self.own_clock.at(later, lambda r=request: self.intake.cancel(r.request_id))
+            choices_count = self.random.choice([1, 1, 1, 1, 2, 4])
+            for choice in range(choices_count):
+                self._submit_later(_choice_of(request, choice), modulus, when)
+            submitted_count += choices_count
         if self.random.random() < 0.5:
             for _ in range(self.random.randint(1, 4)):
                 self.clock.at(0.1 + self.random.uniform(0, 1.5 * horizon_s), self._disturb)
@@ -193,8 +193,14 @@ class Scenario:
             stall_s = self.random.choice([0.1, 3.0, 3.8, 4.05, 4.3, 10.0, 60.0])
             when = self.random.uniform(0, 0.2 + 1.5 * horizon_s)
             self.clock.at(when, lambda: self.own_clock.stall(stall_s))
-        self._run_until_over(requests_count)
+        self._run_until_over(submitted_count)
         self._check_at_rest(totals)
+
+    def _submit_later(self, request: Request, modulus: int, when: float) -> None:
+        self.own_clock.at(when, lambda: self.intake.submit(request, stop_modulus=modulus))
+        if self.random.random() < 0.15:
+            later = when + self.random.uniform(0, 0.5)
+            self.own_clock.at(later, lambda: self.intake.cancel(request.request_id))
 
     def _run_until_over(self, requests_count: int) -> None:
         conversations = self.intake.conversations
@@ -228,16 +234,20 @@ class Scenario:
             for _ in range(self.random.randint(1, 4)):
                 output_ids.append(next_token([*prompt_ids, *output_ids]))
         target = self.random.choice(list(self.core._chips.groups))
+        prompt_top_tokens = self.random.choice([0, 2]) if self.random.random() < 0.15 else None
         return Request(
             request_id=f"r{number}",
             prompt_ids=tuple(prompt_ids),
             sampling=Sampling(0.0, 1),
             max_tokens=max_tokens,
             output_ids=tuple(output_ids),
-            priority=self.random.choice([0, 0, 0, 1]),
+            priority=self.random.choice([0, 0, 0, 1, -3, 7]),
             deadline=now + self.random.uniform(0.05, 1) if self.random.random() < 0.1 else None,
             salt=self.random.choice(["", "", "", "other"]),
-            use_prefix_cache=self.random.random() < 0.9,
+            wants_logprobs=self.random.random() < 0.3,
+            top_tokens=self.random.choice([0, 0, 1, 5]),
+            prompt_top_tokens=prompt_top_tokens,
+            use_prefix_cache=prompt_top_tokens is None and self.random.random() < 0.9,
             target_group=target if self.random.random() < 0.05 else None,
         )
 
@@ -277,8 +287,17 @@ class Scenario:
             totals.failed += conversation.error is not None
             totals.retractions += conversation.retractions
             totals.cached += bool(conversation.cached_tokens)
+            totals.scored += conversation.scored_count > 1 and conversation.ended
         totals.failovers += snapshot.failovers
         totals.stalls += self.stalls_noticed
+
+
+def _choice_of(request: Request, choice: int) -> Request:
+    """One of several answers to a prompt."""
+    if not choice:
+        return request
+    sampling = replace(request.sampling, choice=choice)
+    return replace(request, request_id=f"{request.request_id}/{choice}", sampling=sampling)
 
 
 def run_seed(seed: int, totals: Totals) -> None:
@@ -300,6 +319,7 @@ def test_no_schedule_loses_or_corrupts_anything(only_seed: int | None, long_run:
     assert totals.failovers > SEEDS_COUNT / 10, totals
     assert totals.cached > SEEDS_COUNT / 10, totals
     assert totals.stalls > SEEDS_COUNT / 20, totals
+    assert totals.scored > SEEDS_COUNT / 10, totals
 
 
 @pytest.mark.parametrize("seed", [1, 2])

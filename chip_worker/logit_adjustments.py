@@ -1,0 +1,100 @@
+"""What bias, penalties and suppression change of a step's logits, as entries of (row, token)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from chip_worker.slots import Slot
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+_NO_IDS: Int64Array = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class LogitAdjustments:
+    """Columns of equal length, for the operation `adjust_logits`; no pair (row, token) twice."""
+
+    row: Int64Array
+    token: Int64Array
+    bias: Float32Array
+    output_count: Int64Array
+    presence: Float32Array
+    frequency: Float32Array
+    repetition: Float32Array
+
+    def columns(self) -> tuple[Int64Array | Float32Array, ...]:
+        """In the order of the operation's arguments."""
+        return (
+            self.row,
+            self.token,
+            self.bias,
+            self.output_count,
+            self.presence,
+            self.frequency,
+            self.repetition,
+        )
+
+
+def adjust_rows(slots: Sequence[Slot], vocabulary: int) -> LogitAdjustments | None:
+    """The entries of all rows, in the order of `slots`; None if no row asks for any.
+
+    Ids from `vocabulary` on are left out: nobody can draw them.
+    """
+    entries = [
+        found
+        for row, slot in enumerate(slots)
+        if (found := _adjust_row(row, slot, vocabulary)) is not None
+    ]
+    if not entries:
+        return None
+    columns = zip(*(entry.columns() for entry in entries), strict=True)
+    return LogitAdjustments(*(np.concatenate(column) for column in columns))
+
+
+def _adjust_row(row: int, slot: Slot, vocabulary: int) -> LogitAdjustments | None:
+    sampling = slot.sampling
+    biases = _biases(slot, vocabulary)
+    counts_output = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    counts_all = sampling.repetition_penalty != 1
+    if not (biases or counts_output or counts_all):
+        return None
+    output = slot.tokens[slot.output_start : slot.known] if counts_output else _NO_IDS
+    output = output[output < vocabulary]
+    seen = slot.tokens[: slot.known] if counts_all else _NO_IDS
+    seen = seen[seen < vocabulary]
+    biased = np.array(list(biases), dtype=np.int64)
+    # Tables as long as the vocabulary: sorting the ids of a long context would take far longer.
+    is_seen = _mark(vocabulary, seen)
+    token = np.flatnonzero(_mark(vocabulary, seen, output, biased))
+    bias = np.zeros(token.size, dtype=np.float32)
+    bias[np.searchsorted(token, biased)] = list(biases.values())
+    return LogitAdjustments(
+        row=np.full(token.size, row, dtype=np.int64),
+        token=token,
+        bias=bias,
+        output_count=np.bincount(output, minlength=vocabulary)[token],
+        presence=np.full(token.size, sampling.presence_penalty, dtype=np.float32),
+        frequency=np.full(token.size, sampling.frequency_penalty, dtype=np.float32),
+        repetition=np.where(is_seen[token], sampling.repetition_penalty, 1.0).astype(np.float32),
+    )
+
+
+def _biases(slot: Slot, vocabulary: int) -> dict[int, float]:
+    """Token id to what is added; what may not be drawn stays so, however it is favoured."""
+    sampling = slot.sampling
+    biases = dict(sampling.logit_bias)
+    if slot.known - slot.output_start < sampling.min_tokens:
+        biases.update(dict.fromkeys(sampling.suppressed_ids, -math.inf))
+    return {token_id: value for token_id, value in biases.items() if token_id < vocabulary}
+
+
+def _mark(vocabulary: int, *ids: Int64Array) -> npt.NDArray[np.bool_]:
+    marked = np.zeros(vocabulary, dtype=np.bool_)
+    for part in ids:
+        marked[part] = True
+    return marked

@@ -1,0 +1,74 @@
+"""Scores the prompt tokens that follow those a step computes.
+
+row computes    a   a+1  ...  b-1
+and scores     a+1  a+2  ...   b       no further than the last token of the prompt
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from chip_worker.batch import PromptScores
+from chip_worker.model_runner import ModelRunner
+from chip_worker.slots import PlannedRow
+from chip_worker.token_scores import TokenScore, TokenScorer
+
+PLACES_MAX = 64
+"""Places whose logits exist at once: those of a whole chunk could outweigh the model."""
+
+
+class PromptScorer:
+    """vocabulary_tokens: ids from there on are nobody's; None if the tokenizer knows them all."""
+
+    def __init__(
+        self, runner: ModelRunner, scorer: TokenScorer, vocabulary_tokens: int | None
+    ) -> None:
+        self._runner = runner
+        self._scorer = scorer
+        self._vocabulary_tokens = vocabulary_tokens
+
+    def score(self, hidden: torch.Tensor, rows: Sequence[PlannedRow]) -> tuple[PromptScores, ...]:
+        """Scores of every row that has part in scoring, in row order; nothing on ranks above 0.
+
+        hidden: [T, H] of all rows, one after the other. Every rank must call it.
+        """
+        places, token_ids, tops_counts = _collect(rows)
+        scores: list[TokenScore] = []
+        for start in range(0, len(places), PLACES_MAX):
+            part = slice(start, start + PLACES_MAX)
+            logits = self._runner.logits(hidden, places[part])
+            if logits is not None:
+                known = logits[:, : self._vocabulary_tokens]
+                scores += self._scorer.score(known, token_ids[part], tops_counts[part])
+        if len(scores) < len(places):
+            return ()
+        return _divide(scores, rows)
+
+
+def _collect(rows: Sequence[PlannedRow]) -> tuple[list[int], list[int], list[int]]:
+    """Of every scored token: its place among the step's tokens, its id, its number of tops."""
+    places: list[int] = []
+    token_ids: list[int] = []
+    tops_counts: list[int] = []
+    first_place = 0
+    for row in rows:
+        scored = row.scored
+        if scored is not None:
+            places += range(first_place, first_place + len(scored))
+            token_ids += row.slot.tokens[scored.start : scored.stop].tolist()
+            tops_counts += [row.slot.wants.prompt_top_tokens or 0] * len(scored)
+        first_place += row.stop - row.start
+    return places, token_ids, tops_counts
+
+
+def _divide(scores: Sequence[TokenScore], rows: Sequence[PlannedRow]) -> tuple[PromptScores, ...]:
+    found: list[PromptScores] = []
+    first = 0
+    for row in rows:
+        if row.scored is None:
+            continue
+        own = scores[first : first + len(row.scored)]
+        first += len(own)
+        tops = tuple(score.tops for score in own if score.tops is not None)
+        found.append(PromptScores(tuple(score.logprob for score in own), tops))
+    return tuple(found)
