@@ -79,7 +79,7 @@ class Formation:
         kernels = _bind_kernels(runtime, loaded, self._pool, row_tokens_max)
         place = ModelPlace(device, kernels, self._communicator, loaded.shard, form.context_tokens)
         model = loaded.model(loaded.config, loaded.weights, place)
-        self._runner = ModelRunner(model, self._pool, device)
+        self._runner = ModelRunner(model, self._pool, device, form.vocabulary_tokens or None)
         self._tables = SlotTables(
             slots_count=form.slots,
             context_tokens=form.context_tokens,
@@ -88,11 +88,8 @@ class Formation:
             row_tokens_max=row_tokens_max,
         )
         scorer = TokenScorer(kernels, device)
-        vocabulary_tokens = form.vocabulary_tokens or None
-        self._sampler = Sampler(
-            kernels, self._communicator, device, self._tables, scorer, vocabulary_tokens
-        )
-        self._prompt_scorer = PromptScorer(self._runner, scorer, vocabulary_tokens)
+        self._sampler = Sampler(kernels, self._communicator, device, self._tables, scorer)
+        self._prompt_scorer = PromptScorer(self._runner, scorer)
 
     @property
     def blocks(self) -> int:

@@ -47,12 +47,22 @@ def build_batch(rows: Sequence[PlannedRow]) -> StepBatch:
 
 
 class ModelRunner:
-    """The model on this rank's chip with its KV pool; sampling is a step of its own."""
+    """The model on this rank's chip with its KV pool; sampling is a step of its own.
 
-    def __init__(self, model: Model, pool: MemoryPool, device: Device) -> None:
+    vocabulary_tokens: ids from there on are nobody's; None if the tokenizer knows them all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: MemoryPool,
+        device: Device,
+        vocabulary_tokens: int | None = None,
+    ) -> None:
         self._model = model
         self._pool = pool
         self._device = device
+        self._vocabulary_tokens = vocabulary_tokens
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Computes the batch and returns the hidden states [T, H] of its tokens.
@@ -67,6 +77,7 @@ class ModelRunner:
     def logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor | None:
         """The float32 logits [R, V] of R tokens, given by their ascending places in `hidden`.
 
+        V: the ids that the tokenizer knows; the rows may be a view and need not be contiguous.
         None on ranks other than 0, and where `places` is empty. Every rank must call it alike.
         """
         if not places:
@@ -75,4 +86,6 @@ class ModelRunner:
             # Only these rows go through the LM head, the largest matrix of small models.
             chosen = self._device.to_chip(torch.tensor(places, dtype=torch.int64))
             hidden = hidden[chosen]
-        return self._model.logits(hidden)
+        logits = self._model.logits(hidden)
+        # Here and nowhere else: whoever draws, lists or scores sees no others.
+        return None if logits is None else logits[:, : self._vocabulary_tokens]

@@ -18,19 +18,18 @@ PLACES_MAX = 64
 
 
 class PromptScorer:
-    """vocabulary_tokens: ids from there on are nobody's; None if the tokenizer knows them all."""
+    """Log-probabilities of the raw logits, on rank 0, which has them."""
 
-    def __init__(
-        self, runner: ModelRunner, scorer: TokenScorer, vocabulary_tokens: int | None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, scorer: TokenScorer) -> None:
         self._runner = runner
         self._scorer = scorer
-        self._vocabulary_tokens = vocabulary_tokens
 
     def score(self, hidden: torch.Tensor, rows: Sequence[PlannedRow]) -> tuple[PromptScores, ...]:
-        """Scores of every row that has part in scoring, in row order; nothing on ranks above 0.
+        """Scores of every row that has part in scoring, in row order.
 
-        hidden: [T, H] of all rows, one after the other. Every rank must call it.
+        hidden: [T, H] of all rows, one after the other. Every rank must call it with the same rows,
+        for each computes its part of the logits; only rank 0 gets them whole, and the others return
+        an empty tuple.
         """
         places, token_ids, tops_counts = _collect(rows)
         scores: list[TokenScore] = []
@@ -38,8 +37,7 @@ class PromptScorer:
             part = slice(start, start + PLACES_MAX)
             logits = self._runner.logits(hidden, places[part])
             if logits is not None:
-                known = logits[:, : self._vocabulary_tokens]
-                scores += self._scorer.score(known, token_ids[part], tops_counts[part])
+                scores += self._scorer.score(logits, token_ids[part], tops_counts[part])
         if len(scores) < len(places):
             return ()
         return _divide(scores, rows)

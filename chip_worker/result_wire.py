@@ -66,6 +66,7 @@ def _padded_logprobs(row: RowResult) -> Sequence[float]:
 
 
 def encode_times(times: StepTimes) -> worker_pb2.StepTimes:
+    """Where a step's time went, for a result of rank 0 and for the other ranks' acks; in ns."""
     return worker_pb2.StepTimes(
         step_id=times.step_id,
         queue_ns=times.queue_ns,

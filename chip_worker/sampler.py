@@ -33,7 +33,6 @@ class Sampler:
     """Draws with counter-based Gumbel noise, in the sample operation.
 
     A row's draw depends on its logits, its slot's sampling and its tokens only.
-    vocabulary_tokens: ids from there on are nobody's; None if the tokenizer knows them all.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class Sampler:
         device: Device,
         tables: SlotTables,
         scorer: TokenScorer,
-        vocabulary_tokens: int | None = None,
     ) -> None:
         self._adjust = kernels.function(ADJUST_OPERATION)
         self._sample = kernels.function(SAMPLE_OPERATION)
@@ -51,7 +49,6 @@ class Sampler:
         self._device = device
         self._tables = tables
         self._scorer = scorer
-        self._vocabulary_tokens = vocabulary_tokens
 
     def sample(self, logits: torch.Tensor | None, slots: Sequence[Slot]) -> tuple[RowResult, ...]:
         """Draws one token per slot, records it in the tables, returns results on rank 0.
@@ -90,12 +87,11 @@ class Sampler:
 
     def _adjusted(self, logits: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
         """The logits to draw from: bias, penalties and suppression applied where asked for."""
-        known = logits[:, : self._vocabulary_tokens]
-        adjustments = adjust_rows(slots, known.shape[1])
+        adjustments = adjust_rows(slots, logits.shape[1])
         if adjustments is None:
-            return known
+            return logits
         columns = (self._device.to_chip(torch.from_numpy(c)) for c in adjustments.columns())
-        adjusted: torch.Tensor = self._adjust(known, *columns)
+        adjusted: torch.Tensor = self._adjust(logits, *columns)
         return adjusted
 
     def _keys(self, slots: Sequence[Slot]) -> tuple[torch.Tensor, ...]:
@@ -123,11 +119,10 @@ class Sampler:
         scores: list[TokenScore | None] = [None] * len(slots)
         if not asking:
             return scores
-        known = logits[:, : self._vocabulary_tokens]
         if len(asking) < len(slots):
-            known = known[self._on_chip(asking, torch.int64)]
+            logits = logits[self._on_chip(asking, torch.int64)]
         found = self._scorer.score(
-            known,
+            logits,
             [draw.ids[row] for row in asking],
             [slots[row].wants.top_tokens for row in asking],
         )

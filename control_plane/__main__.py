@@ -16,8 +16,8 @@ import structlog
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
 from control_plane.intake.front import load_intake_model
-from control_plane.intake.tokenizer_pool import physical_cores_count
 from control_plane.logs import configure_logging
+from control_plane.processors import tokenizer_threads_default
 from control_plane.scheduling.core import SchedulingCore
 from control_plane.service import Service
 from control_plane.settings import (
@@ -103,11 +103,6 @@ def command(
         raise click.ClickException(str(error)) from error
     if not ended_as_asked:
         sys.exit(EXIT_FAILED)
-
-
-def tokenizer_threads_default() -> int:
-    """Half the cores: the other half computes."""
-    return max(1, physical_cores_count() // 2)
 
 
 def die_with_parent() -> None:

@@ -63,7 +63,10 @@ SERVICE_RANGES = {
     "worker_message_bytes_max": MESSAGE_BYTES,
     "http_body_bytes_max": COUNT,
     "intake_bytes_max": COUNT,
+    "json_values_max": COUNT,
+    "body_deadline_s": Range(0.1),
     "choices_max": COUNT,
+    "prompt_scores_max": COUNT_OR_NONE,
     "top_logprobs_max": COUNT_OR_NONE,
     "stop_strings_max": COUNT_OR_NONE,
     "stop_string_characters_max": COUNT,
@@ -159,9 +162,16 @@ class ControlPlaneConfig:
     worker_message_bytes_max: int = 64 * MIB
     http_body_bytes_max: int = 16 * MIB
     intake_bytes_max: int = 256 * MIB
-    """Most bytes of requests that are being read, templated and tokenized."""
+    """Most bytes of requests that are being read, templated and tokenized. Those of gRPC count to
+    the end of their calls: its library keeps them so long."""
+    json_values_max: int = 1 << 20
+    """Most values of an HTTP body; each costs time that no other request gets meanwhile."""
+    body_deadline_s: float = 60.0
+    """From the head of an HTTP request to the end of its body."""
     choices_max: int = 128
-    """Most choices of one request: its prompts times n."""
+    """Most choices of one request: its prompts times n; see call_choices_max."""
+    prompt_scores_max: int = 1 << 20
+    """Most scores of the prompts of one request: tokens times one and the likeliest of each."""
     top_logprobs_max: int = 20
     stop_strings_max: int = 16
     stop_string_characters_max: int = 256
@@ -183,6 +193,11 @@ class ControlPlaneConfig:
             raise ConfigurationError(
                 f"kv_policy {self.kv_policy!r}: choose one of {', '.join(KV_POLICIES)}"
             )
+
+    @property
+    def call_choices_max(self) -> int:
+        """Most choices one request may really have: all of them may have to wait."""
+        return min(self.choices_max, self.scheduling.queue_requests_max)
 
 
 def _check_ranges(config: object, ranges: Mapping[str, Range]) -> None:

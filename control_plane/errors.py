@@ -16,6 +16,9 @@ ControlPlaneError
 
 from typing import ClassVar
 
+RETRY_AFTER_S = 1.0
+"""The hint where nothing tells when trying again may help."""
+
 
 class ControlPlaneError(Exception):
     """Something the control plane could not do."""

@@ -87,7 +87,9 @@ def _guarded_call(
     async def answer(request: object, context: Context) -> object:
         if isinstance(request, ProtocolError):
             await refuse(context, request)
-        return await behaviour(request, context)
+        answering = behaviour(request, context)
+        del request  # it may be large, and the answer may take minutes
+        return await answering
 
     return answer
 

@@ -229,10 +229,6 @@ class Metrics:
         """Adds metrics that are read when a scrape comes."""
         self._registry.register(collector)
 
-    def collect(self) -> Iterable[Metric]:
-        """Every metric with its present values."""
-        return self._registry.collect()
-
     def expose(self) -> tuple[bytes, str]:
         """The answer to a scrape and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -15,9 +15,9 @@ class FinishReason(Enum):
 class Sampling:
     """How a request's tokens are drawn: temperature 0 is greedy; seed and choice key the draws.
 
-    The order is bias, penalties, temperature, top_k, top_p, min_p; every default changes nothing.
-    top_k: 0 keeps all. logit_bias: (token id, bias), ascending. suppressed_ids: may not be drawn
-    below the output index min_tokens.
+    The order is bias, penalties, suppression, temperature, top_k, top_p, min_p; every default
+    changes nothing. top_k: 0 keeps all. logit_bias: (token id, bias), ascending. suppressed_ids:
+    may not be drawn below the output index min_tokens.
     """
 
     temperature: float

@@ -22,6 +22,7 @@ from control_plane.config import (
     SchedulingConfig,
 )
 from control_plane.errors import ConfigurationError
+from control_plane.intake.api_keys import is_key
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -166,7 +167,16 @@ NETWORK = (
 )
 
 REQUESTS = (
-    Setting("--max-choices", "choices_max", "Most choices of a request: its prompts times n."),
+    Setting(
+        "--max-choices",
+        "choices_max",
+        "Most choices of a request: its prompts times n; at most --max-queue.",
+    ),
+    Setting(
+        "--max-prompt-scores",
+        "prompt_scores_max",
+        "Most scores of a request's prompts: their tokens times 1 + likeliest.",
+    ),
     Setting("--max-top-logprobs", "top_logprobs_max", "Most likeliest tokens listed at a place."),
     Setting("--max-stop-strings", "stop_strings_max", "Most stop strings of a request."),
     Setting(
@@ -177,12 +187,18 @@ REQUESTS = (
     Setting("--max-stop-token-ids", "stop_token_ids_max", "Most stop tokens of a request."),
     Setting("--max-logit-biases", "logit_bias_max", "Most tokens a request gives a bias."),
     Setting("--http-body-bytes", "http_body_bytes_max", "Bytes of the largest HTTP body."),
+    Setting("--max-json-values", "json_values_max", "Most values of an HTTP body."),
+    Setting("--body-deadline", "body_deadline_s", "Seconds a client may take to send a body."),
     Setting(
         "--client-message-bytes",
         "client_message_bytes_max",
         "Bytes of the largest gRPC message of a client.",
     ),
-    Setting("--intake-bytes", "intake_bytes_max", "Bytes of requests that are read at once."),
+    Setting(
+        "--intake-bytes",
+        "intake_bytes_max",
+        "Bytes of requests held at once: while they are read, over gRPC until answered.",
+    ),
     Setting(
         "--tokenizer-threads",
         "tokenizer_threads",
@@ -274,7 +290,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
         key = line.strip()
         if not key or key.startswith("#"):
             continue
-        if not all("!" <= character <= "~" for character in key):
+        if not is_key(key):
             raise ConfigurationError(
                 f"--api-key-file {path}: line {number} holds a blank or a character beyond ASCII, "
                 "which no key can; write one key a line"

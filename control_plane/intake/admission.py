@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from control_plane.config import ControlPlaneConfig
-from control_plane.errors import InvalidRequest, ModelNotFound
+from control_plane.errors import InvalidRequest
 from control_plane.intake.admitted import Admitted, AdmittedChoice, Ends
-from control_plane.intake.field_checks import FieldChecks, short
+from control_plane.intake.call_limits import CallLimits
+from control_plane.intake.field_checks import FieldChecks, field_of, short
 from control_plane.intake.generation_input import GenerationInput
 from control_plane.intake.model_card import ModelCard
-from control_plane.intake.prompt_reader import PromptReader
+from control_plane.intake.prompt_reader import PromptReader, label_of
 from control_plane.intake.reserved_fields import refuse_reserved
 from control_plane.intake.stop_matcher import StopStrings
 from control_plane.intake.tokenizer import Tokenizer
@@ -60,7 +61,8 @@ class Admission:
         self._tokenizer = tokenizer
         self._random = random
         self._checks = FieldChecks(config, card.vocabulary_size)
-        self._reader = PromptReader(card, pool)
+        self._limits = CallLimits(config)
+        self._reader = PromptReader(card, tokenizer, pool)
 
     async def admit(self, request_id: str, wanted: GenerationInput) -> Admitted:
         """Checks the cheap fields, tokenizes in the pool, checks the lengths."""
@@ -68,23 +70,23 @@ class Admission:
         self._reader.check(wanted.prompts)
         self._check_resumed(wanted, self._card.context_tokens)
         await self._reader.check_lists("resume_output_ids", wanted.resume_output_ids)
-        prompts = await self._read(wanted)
-        return Admitted(
-            request_id=request_id,
-            seed=plan.sampling.seed,
-            choices=tuple(
-                _choice(plan, prompt, prompt_index, choice)
-                for prompt_index, prompt in enumerate(prompts)
-                for choice in range(plan.choices_count)
-            ),
+        prompts = await self._read(plan)
+        choices = tuple(
+            _choice(plan, prompt, prompt_index, choice)
+            for prompt_index, prompt in enumerate(prompts)
+            for choice in range(plan.choices_count)
         )
+        field = field_of(label_of(wanted.prompts, 0))
+        self._limits.check_queue(field, [choice.request for choice in choices])
+        return Admitted(request_id=request_id, seed=plan.sampling.seed, choices=choices)
 
     # ---------------------------------------------------------------- fields
 
     def _plan(self, request_id: str, wanted: GenerationInput) -> _Plan:
-        self._check_model(wanted.model)
+        if wanted.model:
+            self._card.check_name(wanted.model)
         checks = self._checks
-        choices_count = checks.choices_count(wanted)
+        choices_count = self._limits.choices_count(wanted)
         refuse_reserved(wanted.reserved, choices_count)
         checks.check_lengths(wanted)
         checks.check_scheduling(wanted)
@@ -103,24 +105,22 @@ class Admission:
             prompt_top_tokens=checks.prompt_top_tokens(wanted),
         )
 
-    def _check_model(self, name: str) -> None:
-        if name and name not in self._card.names:
-            raise ModelNotFound(
-                f"model: {name[:80]!r} is not served here; send one of "
-                f"{', '.join(map(repr, self._card.names))} or leave it out",
-                field="model",
-            )
-
     def _stop_ids(self, wanted: GenerationInput) -> frozenset[int]:
         """A special token gives no text: one that is named as a stop string ends by its id."""
         special_ids = map(self._tokenizer.special_id, wanted.stop)
-        stop_ids = {*wanted.stop_token_ids, *(each for each in special_ids if each is not None)}
+        size = self._card.vocabulary_size
+        known_ids = (each for each in special_ids if each is not None and each < size)
+        stop_ids = {*wanted.stop_token_ids, *known_ids}
         return frozenset(stop_ids if wanted.ignore_eos else {*stop_ids, *self._card.end_token_ids})
 
     # ---------------------------------------------------------------- prompts and lengths
 
-    async def _read(self, wanted: GenerationInput) -> list[_ReadPrompt]:
+    async def _read(self, plan: _Plan) -> list[_ReadPrompt]:
+        wanted = plan.wanted
         prompts_ids = await self._reader.read(wanted.prompts)
+        if plan.prompt_top_tokens is not None:
+            tokens_count = sum(map(len, prompts_ids))
+            self._limits.check_scores(wanted, tokens_count, plan.prompt_top_tokens)
         limits = [self._output_tokens_max(wanted, len(token_ids)) for token_ids in prompts_ids]
         texts: list[str | None] = [None] * len(prompts_ids)
         if wanted.echo:
@@ -160,6 +160,8 @@ def _choice(plan: _Plan, prompt: _ReadPrompt, prompt_index: int, choice: int) ->
     resumed = wanted.resume_output_ids
     # A higher one would only have to be carried: the answer ends by its length before.
     min_tokens = min(plan.sampling.min_tokens, prompt.output_tokens_max)
+    # One choice scores the prompt for all: the scores are the same, and so is the work.
+    prompt_top_tokens = None if choice else plan.prompt_top_tokens
     request = Request(
         request_id=plan.request_id if alone else f"{plan.request_id}/{index}",
         prompt_ids=prompt.token_ids,
@@ -171,9 +173,9 @@ def _choice(plan: _Plan, prompt: _ReadPrompt, prompt_index: int, choice: int) ->
         salt=wanted.cache_salt,
         wants_logprobs=wanted.logprobs,
         top_tokens=wanted.top_tokens or 0,
-        prompt_top_tokens=plan.prompt_top_tokens,
+        prompt_top_tokens=prompt_top_tokens,
         wants_logits=wanted.wants_logits,
-        use_prefix_cache=plan.prompt_top_tokens is None,
+        use_prefix_cache=prompt_top_tokens is None,
         target_group=wanted.target_group,
     )
     return AdmittedChoice(

@@ -28,8 +28,9 @@ class AdmittedChoice:
     """One choice of a call.
 
     index: over all choices, prompt by prompt. prompt_index: which of the prompts it continues.
-    request: its record for the core; max_tokens 0 where nothing is to be drawn. prompt_text: what
-    an echo puts before the answer; None unless it was asked for.
+    request: its record for the core; max_tokens 0 where nothing is to be drawn. Of the choices of a
+    prompt that is to be scored only the first has prompt_top_tokens; its scores are those of all.
+    prompt_text: what an echo puts before the answer; None unless it was asked for.
     """
 
     index: int

@@ -17,8 +17,6 @@ from control_plane.scheduling.messages import PromptDelta, RequestFacts, TokenDe
 class Answer:
     """What the reader has not taken is joined into one piece: at most `output_tokens_max` tokens
     and the scores of one prompt, so a slow reader costs memory but never time.
-
-    tokens_at: when its latest tokens came, for whoever measures; None before them.
     """
 
     def __init__(self, choice: AdmittedChoice, tokenizer: Tokenizer) -> None:
@@ -26,7 +24,6 @@ class Answer:
         self.facts = RequestFacts()
         self.logits: bytes | None = None
         self.count = 0
-        self.tokens_at: float | None = None
         self._ends = choice.ends
         self._tokens_max = choice.ends.output_tokens_max
         self._detokenizer = Detokenizer(tokenizer, choice.request.prompt_ids)
@@ -39,6 +36,7 @@ class Answer:
         self._logprobs: list[float] = []
         self._tops: list[TopTokens] = []
         self._texts: list[str] = []
+        """Of each token; without tokens, what was held back of those the client has."""
         self._prompt_deltas: list[PromptDelta] = []
         self._resume()
         self._draws = self._reason is None
@@ -77,14 +75,14 @@ class Answer:
             return
         self._tokens_max = min(self._tokens_max, tokens_max)
         if self.count >= self._tokens_max:
-            self._finish(FinishReason.LENGTH)
+            self._texts.append(self._finish(FinishReason.LENGTH))
             # It has all its tokens, so the core computes nothing more of it.
             self._scores_missing = 0
 
     def take(self, delta: TokenDelta) -> int:
         """Adds tokens up to the end of the answer and drops the rest; returns how many it added."""
         if self._reason is not None:
-            if not self.count:
+            if not self._draws:
                 self.facts = delta.facts
             return 0
         assert delta.first_index == self.count, "the core skipped or repeated a token"
@@ -95,7 +93,8 @@ class Answer:
         for token_id in delta.token_ids:
             taken_count += 1
             self._token_ids.append(token_id)
-            if self._count_token(token_id):
+            self._texts.append(self._count_token(token_id))
+            if self._reason is not None:
                 break
         request = self.choice.request
         if request.wants_logprobs:
@@ -125,6 +124,7 @@ class Answer:
             first_index=self.count - len(self._token_ids),
             token_ids=tuple(self._token_ids),
             text="".join(self._texts),
+            texts=tuple(self._texts) if self._token_ids else (),
             logprobs=tuple(self._logprobs),
             tops=tuple(self._tops),
             prompt_deltas=tuple(self._prompt_deltas),
@@ -145,29 +145,28 @@ class Answer:
         if not self._tokens_max:
             self._reason = FinishReason.LENGTH
         for token_id in self.choice.request.output_ids:
-            if self._count_token(token_id):
+            # The client has its text too; what it began is held back for the next.
+            self._count_token(token_id)
+            if self._reason is not None:
                 break
-        # The client has their text too; what the last ones began is held back for the next.
-        self._texts.clear()
 
-    def _count_token(self, token_id: int) -> bool:
-        """Counts one token, in order; True if it ends the answer."""
+    def _count_token(self, token_id: int) -> str:
+        """Counts one token, in order; returns the text that is certain with it."""
         self.count += 1
         may_stop = self.count >= self._ends.min_tokens
         if may_stop and token_id in self._ends.stop_ids:
-            self._finish(FinishReason.STOP)
-            return True
-        if text := self._detokenizer.feed(token_id):
-            self._texts.append(self._matcher.feed(text, may_stop=may_stop))
+            return self._finish(FinishReason.STOP)
+        text = self._matcher.feed(self._detokenizer.feed(token_id), may_stop=may_stop)
         if self._matcher.stopped:
             self._reason = FinishReason.STOP
         elif self.count >= self._tokens_max:
-            self._finish(FinishReason.LENGTH)
-        return self._reason is not None
+            text += self._finish(FinishReason.LENGTH)
+        return text
 
-    def _finish(self, reason: FinishReason) -> None:
-        """Releases held text; what stands for a cut character may complete a stop string, too."""
+    def _finish(self, reason: FinishReason) -> str:
+        """The held text; what stands for a cut character may complete a stop string, too."""
         may_stop = self.count >= self._ends.min_tokens
-        self._texts.append(self._matcher.feed(self._detokenizer.flush(), may_stop=may_stop))
-        self._texts.append(self._matcher.flush())
+        text = self._matcher.feed(self._detokenizer.flush(), may_stop=may_stop)
+        text += self._matcher.flush()
         self._reason = FinishReason.STOP if self._matcher.stopped else reason
+        return text

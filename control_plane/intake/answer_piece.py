@@ -28,15 +28,18 @@ class AnswerPiece:
 
     choice: index over all choices, prompt by prompt. first_index: output index of token_ids[0].
     text: whole characters only, nothing that may yet become a stop string, and without the text
-    that ended the answer. logprobs, tops: one a token if asked for, else empty. prompt_deltas:
-    scores of the prompt, all of them before the first token. finish_reason: set in the last piece
-    of the choice. usage: set in the last piece of all.
+    that ended the answer. texts: the part of it that came with each token, so that a piece may be
+    cut anywhere; without tokens, `text` is what those before held back. logprobs, tops: one a token
+    if asked for, else empty. prompt_deltas: scores of the prompt, all of them before the first
+    token; only with the first choice of each prompt. finish_reason: set in the last piece of the
+    choice. usage: set in the last piece of all.
     """
 
     choice: int
     first_index: int
     token_ids: tuple[int, ...]
     text: str
+    texts: tuple[str, ...] = ()
     logprobs: tuple[float, ...] = ()
     tops: tuple[TopTokens, ...] = ()
     prompt_deltas: tuple[PromptDelta, ...] = ()

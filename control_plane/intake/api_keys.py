@@ -35,6 +35,11 @@ class ApiKeys:
             )
 
 
+def is_key(text: str) -> bool:
+    """Whether a header can carry it as a key: letters, digits and signs of ASCII, no blanks."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
+
+
 def _digest(key: str) -> bytes:
     """Of equal length for every key; half characters, which no key has, do no harm."""
     return hashlib.sha256(key.encode(errors="backslashreplace")).digest()

@@ -1,12 +1,39 @@
-"""Counts what waits for intake's threads, so that clients together cannot fill the memory."""
+"""Counts what requests hold before they are admitted, so that clients together cannot fill memory.
+
+servers --ReadBudget--> what is being read        TokenizerPool --ByteBudget--> work for threads
+"""
 
 import sys
 import threading
 from collections.abc import Mapping
 
-from control_plane.errors import QueueFull
+from control_plane.errors import RETRY_AFTER_S, QueueFull
 
-RETRY_AFTER_S = 1.0
+
+class ReadBudget:
+    """Bytes of requests as they came, of both protocols; for the event loop's thread."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def check(self, bytes_count: int) -> None:
+        """Raises QueueFull, with a retry hint, if so many more are too many."""
+        if self._bytes + bytes_count > self._bytes_max:
+            raise QueueFull(
+                f"requests of {self._bytes} bytes are being read, and with this one they would "
+                f"exceed {self._bytes_max}: try again in {RETRY_AFTER_S:g} s",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def take(self, bytes_count: int) -> None:
+        """Counts them until they are released. Raises QueueFull likewise."""
+        self.check(bytes_count)
+        self._bytes += bytes_count
+
+    def release(self, bytes_count: int) -> None:
+        """Gives back what `take` counted."""
+        self._bytes -= bytes_count
 
 
 class ByteBudget:
@@ -18,11 +45,6 @@ class ByteBudget:
         self._bytes = 0
         self._pieces = 0
         self._lock = threading.Lock()
-
-    @property
-    def pieces_count(self) -> int:
-        """Pieces of work not released yet."""
-        return self._pieces
 
     def take(self, bytes_count: int) -> None:
         """Counts one piece of work; raises QueueFull, with a retry hint, if it is too much."""

@@ -8,11 +8,12 @@ from control_plane.intake.generation_input import GenerationInput
 from control_plane.request import Sampling
 
 TEMPERATURE_MAX = 100.0
-TEMPERATURE_GREEDY_BELOW = 1e-5
-"""Dividing by less overflows float32; the choice is the greedy one anyway."""
+TEMPERATURE_GREEDY_BELOW = 9.999999747378752e-06
+"""0.00001 as a float32, which is what gRPC carries. Dividing by less overflows; the choice is the
+greedy one anyway."""
 PENALTY_MAX = 2.0
-REPETITION_PENALTY_MIN = 1e-6
-"""Dividing by less overflows float32."""
+REPETITION_PENALTY_MIN = 9.999999974752427e-07
+"""0.000001 as a float32, for the same two reasons."""
 REPETITION_PENALTY_MAX = 100.0
 LOGIT_BIAS_MAX = 100.0
 SEED_MAX = (1 << 64) - 1
@@ -27,36 +28,14 @@ class FieldChecks:
         self._config = config
         self._vocabulary_size = vocabulary_size
 
-    # ---------------------------------------------------------------- choices and lengths
-
-    def choices_count(self, wanted: GenerationInput) -> int:
-        """Choices of each prompt."""
-        count = 1 if wanted.n is None else wanted.n
-        if count < 1:
-            raise _outside("n", count, "at least 1", "leave it out for one choice")
-        prompts_count, choices_max = max(1, len(wanted.prompts)), self._config.choices_max
-        if prompts_count > choices_max:
-            raise _too_many("prompt", f"{prompts_count} prompts", choices_max)
-        if prompts_count * count > choices_max:
-            raise InvalidRequest(
-                f"n: {short(count)} choices of {prompts_count} prompts are more than {choices_max} "
-                f"choices; send at most {choices_max // prompts_count}",
-                field="n",
-            )
-        if len(wanted.resume_output_ids) > prompts_count * count:
-            raise InvalidRequest(
-                f"resume_output_ids: {len(wanted.resume_output_ids)} lists are more than the "
-                f"{prompts_count * count} choices; send one for each choice, in their order",
-                field="resume_output_ids",
-            )
-        return count
+    # ---------------------------------------------------------------- lengths
 
     def check_lengths(self, wanted: GenerationInput) -> None:
         """max_tokens and min_tokens, as far as the prompt does not matter."""
         max_tokens, min_tokens = wanted.max_tokens, wanted.min_tokens
         if max_tokens is not None and max_tokens < 0:
             remedy = "leave it out for as many as fit"
-            raise _outside("max_tokens", max_tokens, "at least 1", remedy)
+            raise outside("max_tokens", max_tokens, "at least 1", remedy)
         if max_tokens == 0 and not (wanted.echo or wanted.prompt_top_tokens is not None):
             raise InvalidRequest(
                 "max_tokens: 0 is below 1; leave it out for as many as fit, or ask for echo or "
@@ -64,7 +43,7 @@ class FieldChecks:
                 field="max_tokens",
             )
         if min_tokens is not None and min_tokens < 0:
-            raise _outside("min_tokens", min_tokens, "at least 0", "leave it out for none")
+            raise outside("min_tokens", min_tokens, "at least 0", "leave it out for none")
         if max_tokens is not None and (min_tokens or 0) > max_tokens:
             raise InvalidRequest(
                 f"min_tokens: {short(min_tokens or 0)} is more than max_tokens, {max_tokens}; send "
@@ -77,7 +56,7 @@ class FieldChecks:
     def seed(self, seed: int | None) -> int | None:
         """The seed, if one was sent."""
         if seed is not None and not 0 <= seed <= SEED_MAX:
-            raise _outside(
+            raise outside(
                 "seed", seed, f"between 0 and {SEED_MAX}", "leave it out for a random one"
             )
         return seed
@@ -128,7 +107,7 @@ class FieldChecks:
         if top_k is None:
             return 0
         if top_k < -1:
-            raise _outside("top_k", top_k, "-1 or more", "leave it out or send 0 or -1 for all")
+            raise outside("top_k", top_k, "-1 or more", "leave it out or send 0 or -1 for all")
         return top_k if 0 < top_k < self._vocabulary_size else 0
 
     def _logit_bias(self, wanted: GenerationInput) -> tuple[tuple[int, float], ...]:
@@ -187,7 +166,7 @@ class FieldChecks:
     def _check_tops(self, name: str, count: int | None) -> None:
         tops_max = self._config.top_logprobs_max
         if count is not None and not 0 <= count <= tops_max:
-            raise _outside(name, count, f"between 0 and {tops_max}", "send fewer or leave it out")
+            raise outside(name, count, f"between 0 and {tops_max}", "send fewer or leave it out")
 
     # ---------------------------------------------------------------- scheduling
 
@@ -201,7 +180,7 @@ class FieldChecks:
                 field="priority",
             )
         if abs(priority) > PRIORITY_MAX:
-            raise _outside(
+            raise outside(
                 "priority", priority, f"between {-PRIORITY_MAX} and {PRIORITY_MAX}", "send 0"
             )
         if len(salt) > CACHE_SALT_CHARACTERS_MAX:
@@ -237,6 +216,11 @@ def short(number: int) -> str:
     return str(number) if bits <= 128 else f"a number of {bits} bits"
 
 
+def outside(name: str, value: int, wanted: str, remedy: str) -> InvalidRequest:
+    """The error of a number that is not what was `wanted`."""
+    return InvalidRequest(f"{name}: {short(value)} is not {wanted}; {remedy}", field=name)
+
+
 def _real(
     name: str, value: float | None, default: float, limits: tuple[float, float], remedy: str
 ) -> float:
@@ -251,10 +235,6 @@ def _real(
             f"{name}: {shown} is not between {lowest:g} and {highest:g}; {remedy}", field=name
         )
     return float(value)
-
-
-def _outside(name: str, value: int, wanted: str, remedy: str) -> InvalidRequest:
-    return InvalidRequest(f"{name}: {short(value)} is not {wanted}; {remedy}", field=name)
 
 
 def _too_many(name: str, what: str, most: int) -> InvalidRequest:

@@ -17,10 +17,10 @@ from control_plane.intake.admin_server import AdminServer
 from control_plane.intake.admission import Admission
 from control_plane.intake.answer_book import AnswerBook
 from control_plane.intake.api_keys import ApiKeys
-from control_plane.intake.byte_budget import ByteBudget
+from control_plane.intake.byte_budget import ByteBudget, ReadBudget
 from control_plane.intake.chat_template import ChatTemplate
 from control_plane.intake.generation import IntakeParts
-from control_plane.intake.grpc_server import GrpcServer
+from control_plane.intake.grpc_server import GrpcServer, InferenceServer
 from control_plane.intake.http_app import HttpApp
 from control_plane.intake.http_server import HttpServer
 from control_plane.intake.model_card import ModelCard
@@ -78,11 +78,12 @@ class Intake:
         admission = Admission(config, card, tokenizer, self._pool, random.SystemRandom())
         self._book = book = AnswerBook(IntakeParts(admission, tokenizer, post, metrics, clock))
         self._verdicts = VerdictHub()
-        keys = ApiKeys(config.api_keys)
-        app = HttpApp(config, card, book, tokenizer, utc_now, metrics.expose, keys)
+        keys, budget = ApiKeys(config.api_keys), ReadBudget(config.intake_bytes_max)
+        app = HttpApp(config, card, book, tokenizer, utc_now, metrics.expose, keys, budget)
         self._http = HttpServer(config, app.asgi())
-        admin = AdminServer(config, book, self._verdicts, snapshot, term)
-        self._grpc = GrpcServer(config, card, book, clock, admin)
+        admin = AdminServer(config, card, book, self._verdicts, snapshot, term)
+        inference = InferenceServer(config, card, book, clock)
+        self._grpc = GrpcServer(config, book, inference, admin, keys, budget)
 
     async def start(self, tasks: TaskGroup) -> IntakePorts:
         """Opens both servers; `tasks` runs their background work until `stop`."""

@@ -15,8 +15,10 @@ from control_plane.errors import DeadlineExceeded, RequestCancelled, RequestErro
 from control_plane.intake.admission import Admission
 from control_plane.intake.admitted import Admitted
 from control_plane.intake.answer import Answer
-from control_plane.intake.answer_piece import AnswerPiece, Usage
+from control_plane.intake.answer_piece import AnswerPiece
+from control_plane.intake.call_measures import CallMeasures
 from control_plane.intake.generation_input import GenerationInput
+from control_plane.intake.loop_turns import LoopTurns
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import (
@@ -29,6 +31,9 @@ from control_plane.scheduling.messages import (
     Submit,
     TokenDelta,
 )
+
+SUBMITTED_IDS_MAX = 1 << 14
+"""The loop gets a turn after so many ids of choices: the core takes a few milliseconds for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Generation:
         self.request_id = request_id
         self._parts = parts
         self._register = register
-        self._arrived_at = parts.clock()
+        self._measures = CallMeasures(parts.metrics, parts.clock, protocol)
         self._admitting: anyio.CancelScope | None = None
         self._admitted: Admitted | None = None
         self._answers: dict[str, Answer] = {}
@@ -74,10 +79,6 @@ class Generation:
         self._wake = asyncio.Event()
         self._error: RequestError | None = None
         self._over = False
-        self._first_token_seen = False
-        self._prompts_counted: set[int] = set()
-        self._group_id = ""
-        parts.metrics.request_received(protocol)
 
     @property
     def admitted(self) -> Admitted:
@@ -102,18 +103,22 @@ class Generation:
 
         A cancel meanwhile, or the deadline, ends the wait for a thread that tokenizes.
         """
-        try:
-            self._admitted = await self._admit(wanted)
-            answers = [Answer(each, self._parts.tokenizer) for each in self._admitted.choices]
-            self._register(self, [answer.choice.request.request_id for answer in answers])
-        except RequestError as error:
-            self.fail(error)
-            raise
-        self._answers = {answer.choice.request.request_id: answer for answer in answers}
-        self._incomplete = set(self._answers)
+        self._admitted = await self._admit(wanted)
+        turns = LoopTurns(SUBMITTED_IDS_MAX)
+        answers = []
+        for choice in self._admitted.choices:
+            answers.append(Answer(choice, self._parts.tokenizer))
+            await turns.did(len(choice.request.output_ids))
+        by_core_id = {answer.choice.request.request_id: answer for answer in answers}
+        self._register(self, by_core_id)
+        self._answers = by_core_id
+        self._incomplete = set(by_core_id)
         self._unread_count = len(answers)
+        self._measures.submits(answers)
         for answer in answers:
+            self._raise_error()
             self._submit(answer)
+            await turns.did(len(answer.choice.request.prompt_ids))
         self._raise_error()
 
     async def next_piece(self) -> AnswerPiece | None:
@@ -129,7 +134,7 @@ class Generation:
         if piece.finish_reason is not None:
             self._unread_count -= 1
             if not self._unread_count:
-                return replace(piece, usage=self._usage())
+                return replace(piece, usage=self._measures.usage(self.admitted.seed))
         return piece
 
     def cancel(self, reason: str) -> bool:
@@ -177,9 +182,8 @@ class Generation:
         if self._error is not None:
             return
         taken_count = answer.take(delta)
-        self._group_id = answer.facts.group_id
+        self._measures.heard(answer, taken_count)
         if taken_count:
-            self._measure(answer, taken_count)
             self._look_at(answer)
 
     # ---------------------------------------------------------------- inside
@@ -202,7 +206,7 @@ class Generation:
         submission = answer.submission
         if submission is None:
             self._look_at(answer)
-        elif not self._over:
+        else:
             self._submitted[submission.request_id] = None
             self._parts.post(Submit(submission))
 
@@ -214,7 +218,7 @@ class Generation:
             self._wake.set()
         if answer.finish_reason is None or request_id not in self._incomplete:
             return
-        self._count_prompt(answer)
+        self._measures.count_prompt(answer)
         self._incomplete.remove(request_id)
         if not self._incomplete:
             self._finished(answer.finish_reason.value)
@@ -224,38 +228,4 @@ class Generation:
 
     def _finished(self, reason: str) -> None:
         self._over = True
-        self._parts.metrics.request_finished(reason, self._parts.clock() - self._arrived_at)
-
-    def _measure(self, answer: Answer, count: int) -> None:
-        now, metrics = self._parts.clock(), self._parts.metrics
-        if not self._first_token_seen:
-            self._first_token_seen = True
-            metrics.queue_time(answer.facts.queue_s)
-            metrics.first_token(now - self._arrived_at)
-        if answer.tokens_at is not None:
-            metrics.inter_token(now - answer.tokens_at, count)
-        answer.tokens_at = now
-        metrics.generation_tokens(count)
-        self._count_prompt(answer)
-
-    def _count_prompt(self, answer: Answer) -> None:
-        """Once a prompt, when something of it was computed."""
-        request_id, prompt_index = answer.choice.request.request_id, answer.choice.prompt_index
-        if request_id in self._submitted and prompt_index not in self._prompts_counted:
-            self._prompts_counted.add(prompt_index)
-            self._parts.metrics.prompt_tokens(
-                len(answer.choice.request.prompt_ids), answer.facts.cached_tokens
-            )
-
-    def _usage(self) -> Usage:
-        answers = list(self._answers.values())
-        firsts = {answer.choice.prompt_index: answer for answer in reversed(answers)}.values()
-        return Usage(
-            prompt_tokens=sum(len(answer.choice.request.prompt_ids) for answer in firsts),
-            completion_tokens=sum(answer.count for answer in answers),
-            cached_tokens=sum(answer.facts.cached_tokens for answer in firsts),
-            group_id=self._group_id,
-            failovers=sum(answer.facts.failovers for answer in answers),
-            retractions=sum(answer.facts.retractions for answer in answers),
-            seed=self.admitted.seed,
-        )
+        self._measures.finished(reason)

@@ -1,5 +1,6 @@
 """RequestErrors as rich gRPC statuses: the one place where errors become gRPC's."""
 
+import asyncio
 from typing import Any, NoReturn
 
 import grpc
@@ -19,7 +20,12 @@ ERROR_DOMAIN = "polychip"
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends the call; raises, as gRPC's own abort does."""
     status = rpc_status.to_status(rich_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.InternalError as lost:
+        # The client left before the status reached it. gRPC would log that as a failure of ours.
+        raise asyncio.CancelledError("the client is gone") from lost
+    raise AssertionError("abort returned")
 
 
 def rich_status(error: RequestError) -> Status:

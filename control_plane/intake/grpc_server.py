@@ -17,10 +17,11 @@ from control_plane.intake.admin_server import AdminServer
 from control_plane.intake.admitted import Admitted
 from control_plane.intake.answer_book import AnswerBook
 from control_plane.intake.api_keys import ApiKeys
+from control_plane.intake.byte_budget import ReadBudget
 from control_plane.intake.generation import Generation
-from control_plane.intake.generation_input import GenerationInput
 from control_plane.intake.grpc_errors import abort
 from control_plane.intake.key_guard import KeyGuard
+from control_plane.intake.message_budget import MessageBudget
 from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
 from control_plane.message_guard import MessageGuard
@@ -28,7 +29,6 @@ from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-PROTOCOL = "grpc"
 
 GenerateContext = grpc.aio.ServicerContext[
     inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
@@ -61,24 +61,15 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         try:
-            with self._book.open(request.request_id, PROTOCOL) as generation:
-                await generation.start(self._wanted(request, context, generation))
+            with self._book.open(request.request_id, wire.PROTOCOL) as generation:
+                deadline = self._deadline(context)
+                wanted = wire.generation_input(request, deadline, self._card.context_tokens)
+                starting = generation.start(wanted)
+                del request, wanted  # they may be large, and the answer may take minutes
+                await starting
                 await self._answer(generation, context)
         except RequestError as error:
             await abort(context, error)
-
-    def _wanted(
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: GenerateContext,
-        generation: Generation,
-    ) -> GenerationInput:
-        deadline = self._deadline(context)
-        try:
-            return wire.generation_input(request, deadline, self._card.context_tokens)
-        except RequestError as error:
-            generation.fail(error)  # or it would count as cancelled
-            raise
 
     async def _answer(self, generation: Generation, context: GenerateContext) -> None:
         first_of: Admitted | None = generation.admitted
@@ -97,6 +88,8 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
             raise RequestCancelled(
                 f"the client did not read the answer for {self._stall_s:g} s"
             ) from error
+        except grpc.aio.BaseError as error:  # else gRPC calls it a failure of ours
+            raise RequestCancelled("the client left while its answer was written") from error
 
     def _deadline(self, context: GenerateContext) -> float | None:
         # None for a call without one, though its type says otherwise.
@@ -118,20 +111,29 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class GrpcServer:
-    """The listening server. Health of "" and of the inference service follows the answer book."""
+    """The listening server. Health of "" and of the inference service follows the answer book.
+
+    budget: where requests count as long as they are in memory.
+    """
 
     def __init__(
         self,
         config: ControlPlaneConfig,
-        card: ModelCard,
         book: AnswerBook,
-        clock: Callable[[], float],
+        inference: InferenceServer,
         admin: AdminServer,
+        keys: ApiKeys,
+        budget: ReadBudget,
     ) -> None:
         self._config = config
         self._book = book
-        self._inference = InferenceServer(config, card, book, clock)
+        self._inference = inference
         self._admin = admin
+        self._interceptors = (
+            KeyGuard(keys, (INFERENCE_SERVICE, ADMIN_SERVICE)),
+            MessageBudget(budget),
+            MessageGuard(),
+        )
         self._health = health.aio.HealthServicer()
         self._health_changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -139,11 +141,7 @@ class GrpcServer:
     async def start(self, tasks: TaskGroup) -> int:
         """Listens; returns the port. Raises ConfigurationError if the address cannot be had."""
         server = grpc.aio.server(
-            interceptors=[
-                KeyGuard(ApiKeys(self._config.api_keys), (INFERENCE_SERVICE, ADMIN_SERVICE)),
-                MessageGuard(),
-            ],
-            options=_server_options(self._config.client_message_bytes_max),
+            interceptors=self._interceptors, options=_server_options(self._config)
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, server)
@@ -189,9 +187,12 @@ class GrpcServer:
             await self._health.set(service, state)
 
 
-def _server_options(message_bytes_max: int) -> list[tuple[str, int]]:
+def _server_options(config: ControlPlaneConfig) -> list[tuple[str, int]]:
+    message_bytes_max = config.client_message_bytes_max
+    # One that could never be held is too large, whatever the limit of one says.
+    received_bytes_max = min(message_bytes_max, config.intake_bytes_max)
     return [
-        ("grpc.max_receive_message_length", message_bytes_max),
+        ("grpc.max_receive_message_length", received_bytes_max),
         ("grpc.max_send_message_length", message_bytes_max),
         # A second process on the same port must fail, not take half of the calls.
         ("grpc.so_reuseport", 0),

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.errors import Unauthenticated
 from control_plane.intake.api_keys import ApiKeys
-from control_plane.intake.http_body import BodyReader, BodyStalled, parting
+from control_plane.intake.http_body import BodyReader, parting
 from control_plane.intake.http_errors import error_response
 
 GUARDED_PATHS = ("/v1/", "/admin/")
@@ -26,7 +26,7 @@ def with_api_keys(app: ASGIApp, keys: ApiKeys, bodies: BodyReader) -> ASGIApp:
                 keys.check(Headers(scope=scope).get("authorization"))
             except Unauthenticated as error:
                 request = Request(scope, receive)
-                with suppress(BodyStalled, ClientDisconnect):
+                with suppress(ClientDisconnect):
                     await bodies.drop(request)
                 await parting(request, error_response(error))(scope, receive, send)
                 return

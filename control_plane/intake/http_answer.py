@@ -1,6 +1,6 @@
 """One generation over HTTP: waits for the answer and watches whether the client is still there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
@@ -16,18 +16,21 @@ from control_plane.intake.http_body import HeldBody
 from control_plane.intake.http_errors import OWN_NAMES, error_object, error_response
 from control_plane.intake.http_format import AnswerFormat
 from control_plane.intake.http_json import dump
-from control_plane.intake.http_schema import AnswerShape, HttpCall
+from control_plane.intake.http_schema import HttpCall
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks proxies not to hold events back
 ]
+JSON_HEADERS = [(b"content-type", b"application/json")]
 PROTOCOL = "http"
 INLINE_BODY_BYTES_MAX = 64 << 10
 """Parsing a larger body takes more than a millisecond and is done in a thread."""
 INLINE_ENTRIES_MAX = 1000
 """Writing more log-probabilities takes milliseconds and is done in a thread."""
+SENT_BYTES_MAX = 1 << 18
+"""Handed to the server at once: a client that reads slowly takes them in time."""
 
 
 class HttpAnswer:
@@ -39,7 +42,7 @@ class HttpAnswer:
         request_id: str,
         body: HeldBody,
         read: Callable[[bytes], HttpCall],
-        make_format: Callable[[Admitted, AnswerShape], AnswerFormat],
+        make_format: Callable[[Admitted, HttpCall], AnswerFormat],
         stall_s: float,
     ) -> None:
         self._book = book
@@ -67,20 +70,23 @@ class HttpAnswer:
             tasks.cancel_scope.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The call is in progress until its response is sent: a drain waits so long."""
         with self._body, self._book.open(self._request_id, PROTOCOL) as generation:
             call = await self._parsed()
-            shape, self._field_names = call.shape, call.field_names
+            self._field_names = call.field_names
             await generation.start(call.wanted)
-            del call  # the prompt need not wait for the end of the answer
-            layout = self._make_format(generation.admitted, shape)
-            if shape.streamed:
+            call = call.without_prompts()
+            layout = self._make_format(generation.admitted, call)
+            if call.streamed:
                 await self._stream(generation, layout, send)
                 return
-            pieces: list[AnswerPiece] = []
             while (piece := await generation.next_piece()) is not None:
-                pieces.append(piece)
-        content = await _written(layout, pieces, lambda: layout.whole(pieces))
-        await Response(content, media_type="application/json")(scope, receive, send)
+                layout.gather(piece)
+            if layout.whole_size <= INLINE_ENTRIES_MAX:
+                content = b"".join(layout.whole())
+                await Response(content, media_type="application/json")(scope, receive, send)
+            else:
+                await self._send_long(layout, send)
 
     async def _parsed(self) -> HttpCall:
         with self._body as body:
@@ -88,22 +94,33 @@ class HttpAnswer:
                 return self._read(body.raw)
             return await anyio.to_thread.run_sync(self._read, body.raw)
 
+    async def _send_long(self, layout: AnswerFormat, send: Send) -> None:
+        """A whole answer part by part, so that only one is in memory."""
+        await self._begin(JSON_HEADERS, send)
+        parts = layout.whole()
+        while part := await anyio.to_thread.run_sync(next, parts, b""):
+            await _send_part(part, send)
+        await send({"type": "http.response.body", "body": b""})
+
     async def _stream(self, generation: Generation, layout: AnswerFormat, send: Send) -> None:
         """The status is sent with the first piece: an error before it has a status of its own."""
         while (piece := await generation.next_piece()) is not None:
-            chunk = await self._chunk(layout, piece)
             if not self._started:
-                self._started = True
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
-                )
-            if chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._begin(STREAM_HEADERS, send)
+            for each in layout.ready(piece):
+                await _send_part(await self._chunk(layout, each), send)
         await send({"type": "http.response.body", "body": b""})
 
     async def _chunk(self, layout: AnswerFormat, piece: AnswerPiece) -> bytes:
-        chunk = await _written(layout, (piece,), lambda: layout.chunk(piece))
+        if layout.chunk_size(piece) <= INLINE_ENTRIES_MAX:
+            chunk = layout.chunk(piece)
+        else:
+            chunk = await anyio.to_thread.run_sync(layout.chunk, piece)
         return chunk if piece.usage is None else chunk + layout.last_chunks(piece.usage)
+
+    async def _begin(self, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_error(
         self, error: RequestError, scope: Scope, receive: Receive, send: Send
@@ -115,13 +132,10 @@ class HttpAnswer:
         await send({"type": "http.response.body", "body": event})
 
 
-async def _written(
-    layout: AnswerFormat, pieces: Sequence[AnswerPiece], write: Callable[[], bytes]
-) -> bytes:
-    """The result of `write`, in a thread if it takes long."""
-    if layout.entries_count(pieces) <= INLINE_ENTRIES_MAX:
-        return write()
-    return await anyio.to_thread.run_sync(write)
+async def _send_part(raw: bytes, send: Send) -> None:
+    for start in range(0, len(raw), SENT_BYTES_MAX):
+        part = raw[start : start + SENT_BYTES_MAX]
+        await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 async def _cancel_when_gone(receive: Receive, scope: anyio.CancelScope) -> None:

@@ -12,23 +12,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from control_plane.config import ControlPlaneConfig
-from control_plane.errors import ModelNotFound, RequestError
+from control_plane.errors import RequestError
 from control_plane.intake.admitted import Admitted
 from control_plane.intake.answer_book import AnswerBook
 from control_plane.intake.api_keys import ApiKeys
+from control_plane.intake.byte_budget import ReadBudget
 from control_plane.intake.http_access import with_api_keys, with_request_id
 from control_plane.intake.http_answer import HttpAnswer
 from control_plane.intake.http_body import BodyReader, BodyStalled, BodyTooLarge, HeldBody, parting
+from control_plane.intake.http_chat import ChatFormat
+from control_plane.intake.http_completion import CompletionFormat
 from control_plane.intake.http_errors import error_response, json_response, plain_error_response
-from control_plane.intake.http_format import AnswerFormat, ChatFormat, CompletionFormat
-from control_plane.intake.http_schema import AnswerShape, HttpCall, read_chat, read_completion
+from control_plane.intake.http_format import AnswerFormat
+from control_plane.intake.http_schema import HttpCall, read_chat, read_completion
 from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
+from control_plane.intake.shown import shortened
 from control_plane.intake.tokenizer import Tokenizer
 
 CLIENT_GONE_STATUS = 499
 """Never reaches the client, who left while sending."""
-SHOWN_CHARACTERS_MAX = 200
 
 
 class HttpApp:
@@ -46,10 +49,11 @@ class HttpApp:
         wall_clock: Callable[[], float],
         metrics_text: Callable[[], tuple[bytes, str]],
         keys: ApiKeys,
+        budget: ReadBudget,
     ) -> None:
-        self._choices_max = config.choices_max
+        self._values_max = config.json_values_max
         self._stall_s = config.stream_buffer_stall_s
-        self._bodies = BodyReader(config)
+        self._bodies = BodyReader(config, budget)
         self._keys = keys
         self._card = card
         self._book = book
@@ -96,12 +100,7 @@ class HttpApp:
 
     async def _model(self, request: Request) -> Response:
         name: str = request.path_params["name"]
-        if name not in self._card.names:
-            raise ModelNotFound(
-                f"model: {name[:SHOWN_CHARACTERS_MAX]!r} is not served here; ask for one of "
-                f"{', '.join(map(repr, self._card.names))}",
-                field="model",
-            )
+        self._card.check_name(name)
         return json_response(self._model_object(name))
 
     async def _health(self, _request: Request) -> Response:
@@ -137,15 +136,15 @@ class HttpApp:
     ) -> HttpAnswer:
         created = int(self._wall_clock())
 
-        def make_format(admitted: Admitted, shape: AnswerShape) -> AnswerFormat:
-            model_name = shape.model_name or self._card.name
-            return kind(admitted, shape, model_name, created, self._tokenizer)
+        def make_format(admitted: Admitted, call: HttpCall) -> AnswerFormat:
+            model_name = call.wanted.model or self._card.name
+            return kind(admitted, call, model_name, created, self._tokenizer)
 
         return HttpAnswer(
             self._book,
             request_id,
             body,
-            lambda raw: read(raw, self._choices_max),
+            lambda raw: read(raw, self._values_max),
             make_format,
             self._stall_s,
         )
@@ -159,19 +158,15 @@ class HttpApp:
         message = f"body: more than {error.bytes_max} bytes; send a shorter prompt"
         return parting(request, plain_error_response(413, message, "BODY_TOO_LARGE", "body"))
 
-    async def _body_stalled(self, _request: Request, error: BodyStalled) -> Response:
-        return plain_error_response(
-            408,
-            f"body: nothing of it came for {error.stall_s:g} s; send the request again",
-            "BODY_STALLED",
-            "body",
-        )
+    async def _body_stalled(self, request: Request, error: BodyStalled) -> Response:
+        message = f"body: {error}; send the request again"
+        return parting(request, plain_error_response(408, message, "BODY_STALLED", "body"))
 
     async def _client_gone(self, _request: Request, _error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_GONE_STATUS)
 
     async def _no_such_endpoint(self, request: Request, error: HTTPException) -> Response:
-        path = request.url.path[:SHOWN_CHARACTERS_MAX]
+        path = shortened(request.url.path)
         message = f"{request.method} {path}: {error.detail}"
         code = "METHOD_NOT_ALLOWED" if error.status_code == 405 else "NOT_FOUND"
         response = plain_error_response(error.status_code, message, code)

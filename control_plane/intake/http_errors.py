@@ -5,13 +5,11 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from control_plane.errors import RequestError
+from control_plane.errors import RETRY_AFTER_S, RequestError
 from control_plane.intake.http_json import dump
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "request_cancelled"}
 RETRY_STATUSES = (429, 503)
-RETRY_AFTER_S = 1.0
-"""The hint where the error itself gives none."""
 
 OWN_NAMES: Mapping[str, str] = {}
 """For requests whose fields have the names that errors use."""

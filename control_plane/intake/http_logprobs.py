@@ -115,7 +115,7 @@ class TextOffsets:
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
         self._echoed = echoed
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._offset = len(echoed)
 
     def of(self, token_ids: Sequence[int]) -> list[int]:

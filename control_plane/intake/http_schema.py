@@ -5,8 +5,8 @@ Limits of values are admission's; fields unknown to every version are ignored, a
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -14,35 +14,46 @@ from control_plane.errors import InvalidRequest
 from control_plane.intake import http_values
 from control_plane.intake.generation_input import ChatPrompt, GenerationInput, Prompt
 from control_plane.intake.reserved_fields import NEUTRAL_VALUES
+from control_plane.intake.shown import shortened
 
-SHOWN_CHARACTERS_MAX = 80
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerShape:
-    """How the client wants its answer written.
-
-    model_name: as the client called it, or "". top_logprobs: alternatives listed with each token.
-    prompt_logprobs: None if they were not asked for.
-    """
-
-    model_name: str = ""
-    streamed: bool = False
-    include_usage: bool = False
-    return_token_ids: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    prompt_logprobs: int | None = None
-    echo: bool = False
+PLAIN_FIELDS = {
+    "model": "model",
+    "n": "n",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "min_tokens": "min_tokens",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "ignore_eos": "ignore_eos",
+    "prompt_logprobs": "prompt_top_tokens",
+    "priority": "priority",
+    "cache_salt": "cache_salt",
+}
+"""Fields that are taken over as they are, and what intake calls them; the later one counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """A body that was read. field_names: what this body calls a field, by the intake's name."""
+    """A body that was read: what is wanted, and how the client wants the answer written.
+
+    field_names: what this body calls a field, by the intake's name.
+    """
 
     wanted: GenerationInput
-    shape: AnswerShape
+    streamed: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
     field_names: Mapping[str, str] = field(default_factory=dict)
+
+    def without_prompts(self) -> "HttpCall":
+        """What is needed while the answer comes: prompts may be large."""
+        return replace(self, wanted=replace(self.wanted, prompts=()))
 
 
 class StreamOptions(BaseModel):
@@ -105,9 +116,10 @@ class ChatBody(GenerationBody):
 Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
-def read_completion(raw: bytes, choices_max: int) -> HttpCall:
-    """A body of /v1/completions. Raises InvalidRequest naming the field."""
-    body, reserved = _read(raw, CompletionBody)
+def read_completion(raw: bytes, values_max: int) -> HttpCall:
+    """A body of /v1/completions, with at most so many values. Raises InvalidRequest naming the
+    field."""
+    body, reserved = _read(raw, values_max, CompletionBody)
     if body.top_logprobs:
         raise InvalidRequest(
             "top_logprobs: is a field of conversations; send the number as logprobs",
@@ -115,19 +127,18 @@ def read_completion(raw: bytes, choices_max: int) -> HttpCall:
         )
     wanted = _generation_input(
         body,
-        http_values.prompts(body.prompt, choices_max),
+        http_values.prompts(body.prompt),
         reserved,
         logprobs=body.logprobs is not None,
         top_tokens=body.logprobs,
         echo=bool(body.echo),
     )
-    return HttpCall(wanted, _shape(body, wanted), _field_names(body) | {"top_logprobs": "logprobs"})
+    return _call(body, wanted, {"top_logprobs": "logprobs"})
 
 
-def read_chat(raw: bytes, choices_max: int) -> HttpCall:
-    """A body of /v1/chat/completions; `choices_max` is for one with prompts. Raises likewise."""
-    del choices_max
-    body, reserved = _read(raw, ChatBody)
+def read_chat(raw: bytes, values_max: int) -> HttpCall:
+    """A body of /v1/chat/completions. Raises likewise."""
+    body, reserved = _read(raw, values_max, ChatBody)
     if body.echo:
         raise InvalidRequest(
             "echo: is a field of /v1/completions; leave it out for a conversation", field="echo"
@@ -139,20 +150,20 @@ def read_chat(raw: bytes, choices_max: int) -> HttpCall:
         logprobs=bool(body.logprobs),
         top_tokens=body.top_logprobs,
     )
-    return HttpCall(wanted, _shape(body, wanted), _field_names(body))
+    return _call(body, wanted, {})
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _read(raw: bytes, kind: type[Body]) -> tuple[Body, dict[str, object]]:
+def _read(raw: bytes, values_max: int, kind: type[Body]) -> tuple[Body, dict[str, object]]:
     """The body and the reserved fields in it."""
-    values = _json_object(raw)
+    values = _json_object(raw, values_max)
     try:
         body = kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"]))[:SHOWN_CHARACTERS_MAX]
+        name = shortened(".".join(map(str, first["loc"])))
         raise InvalidRequest(
             f"{name}: {first['msg']}; send it so or leave it out", field=str(first["loc"][0])
         ) from error
@@ -174,54 +185,39 @@ def _generation_input(
     top_tokens: int | None,
     echo: bool = False,
 ) -> GenerationInput:
-    newer = body.max_completion_tokens
+    present: dict[str, Any] = {
+        known_as: value
+        for name, known_as in PLAIN_FIELDS.items()
+        if (value := getattr(body, name)) is not None
+    }
     return GenerationInput(
         prompts=prompts,
-        model=body.model or "",
-        n=body.n,
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=http_values.logit_bias(body.logit_bias),
-        seed=body.seed,
         stop=http_values.stop_strings(body.stop),
         stop_token_ids=http_values.token_ids("stop_token_ids", body.stop_token_ids),
-        min_tokens=body.min_tokens,
-        max_tokens=body.max_tokens if newer is None else newer,
-        ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         top_tokens=top_tokens,
-        prompt_top_tokens=body.prompt_logprobs,
         echo=echo,
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
         reserved=reserved,
+        **present,
     )
 
 
-def _shape(body: GenerationBody, wanted: GenerationInput) -> AnswerShape:
+def _call(body: GenerationBody, wanted: GenerationInput, field_names: dict[str, str]) -> HttpCall:
     options = body.stream_options
-    return AnswerShape(
-        model_name=wanted.model,
+    if body.max_completion_tokens is not None:
+        field_names = field_names | {"max_tokens": "max_completion_tokens"}
+    return HttpCall(
+        wanted,
         streamed=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         return_token_ids=bool(body.return_token_ids),
-        logprobs=wanted.logprobs,
-        top_logprobs=wanted.top_tokens or 0,
-        prompt_logprobs=body.prompt_logprobs,
-        echo=wanted.echo,
+        field_names=field_names,
     )
 
 
-def _field_names(body: GenerationBody) -> dict[str, str]:
-    return {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-
-
-def _json_object(raw: bytes) -> dict[str, object]:
+def _json_object(raw: bytes, values_max: int) -> dict[str, object]:
+    _check_values(raw, values_max)
     try:
         # NaN and Infinity, no JSON but what Python clients send, are refused by the field's check.
         values = json.loads(raw.decode())
@@ -234,3 +230,17 @@ def _json_object(raw: bytes) -> dict[str, object]:
             f"body: must be a JSON object, not {type(values).__name__}", field="body"
         )
     return values
+
+
+def _check_values(raw: bytes, values_max: int) -> None:
+    """Parsing is one call of the library, during which no other thread runs: not even the event
+    loop's. Its time is that of the values, of which there are at most as many as signs around them.
+    """
+    # Names of an object count too: they take longest. In texts there are few such signs.
+    count = sum(map(raw.count, (b",", b":", b"[", b"{")))
+    if count > values_max:
+        raise InvalidRequest(
+            f"body: {count} commas, colons and opening brackets are more than {values_max}; send a "
+            "shorter prompt or shorter lists",
+            field="body",
+        )

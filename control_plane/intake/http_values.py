@@ -1,6 +1,8 @@
 """Fields of a JSON body that are lists or objects: checked by hand, up to the first mistake.
 
-A library that gathers every mistake would build millions of records from one hostile body.
+A library that gathers every mistake would build a record for each value of one hostile body. How
+many values there are at most is checked before a body is parsed (http_schema), since each step over
+a list of them is one call during which no other thread runs.
 """
 
 import math
@@ -8,12 +10,12 @@ from collections.abc import Mapping
 
 from control_plane.errors import InvalidRequest
 from control_plane.intake.generation_input import Prompt, TextPrompt, TokenPrompt
+from control_plane.intake.shown import shown
 
 TOKEN_ID_DIGITS_MAX = 19
-SHOWN_CHARACTERS_MAX = 40
 
 
-def prompts(value: object, choices_max: int) -> tuple[Prompt, ...]:
+def prompts(value: object) -> tuple[Prompt, ...]:
     """Text, texts, token ids or lists of token ids: one prompt or several. InvalidRequest."""
     if value is None:
         raise InvalidRequest("prompt: is missing; send text or token ids", field="prompt")
@@ -24,11 +26,6 @@ def prompts(value: object, choices_max: int) -> tuple[Prompt, ...]:
     kinds = set(map(type, value))
     if kinds <= {int}:
         return (TokenPrompt(tuple(value)),)
-    if len(value) > choices_max:
-        raise InvalidRequest(
-            f"prompt: {len(value)} prompts are more than {choices_max}; send fewer in one request",
-            field="prompt",
-        )
     if kinds == {str}:
         return tuple(map(TextPrompt, value))
     if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
@@ -92,7 +89,7 @@ def _bias_id(key: str) -> int:
     # One spelling for each id, so that no id can be there twice.
     if not digits or (key[0] == "0" and key != "0"):
         raise InvalidRequest(
-            f"logit_bias: {_shown(key)} is not a token id; send ids of the vocabulary in digits",
+            f"logit_bias: {shown(key)} is not a token id; send ids of the vocabulary in digits",
             field="logit_bias",
         )
     return int(key)
@@ -101,16 +98,12 @@ def _bias_id(key: str) -> int:
 def _bias(key: str, bias: object) -> float:
     if isinstance(bias, bool) or not isinstance(bias, int | float):
         raise InvalidRequest(
-            f"logit_bias: the bias of token {_shown(key)} must be a number", field="logit_bias"
+            f"logit_bias: the bias of token {shown(key)} must be a number", field="logit_bias"
         )
     try:
         return float(bias)
     except OverflowError:
         return math.inf  # admission says the limits
-
-
-def _shown(key: str) -> str:
-    return repr(key if len(key) <= SHOWN_CHARACTERS_MAX else key[:SHOWN_CHARACTERS_MAX] + "...")
 
 
 def _message(index: int, message: object) -> dict[str, object]:

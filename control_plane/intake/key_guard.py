@@ -1,7 +1,7 @@
 """Asks for an API key before anything of a call is read; health and reflection stay open."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 from typing_extensions import override
@@ -9,12 +9,9 @@ from typing_extensions import override
 from control_plane.errors import Unauthenticated
 from control_plane.intake.api_keys import ApiKeys
 from control_plane.intake.grpc_errors import abort
+from control_plane.message_guard import Context, Handler
 
 AUTHORIZATION = "authorization"
-
-# Handlers of every service pass here: a named tuple at run time, whatever its stub says.
-Handler = Any
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):

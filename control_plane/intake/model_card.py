@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from control_plane.errors import ModelNotFound
 from control_plane.intake.model_files import ModelFiles
+from control_plane.intake.shown import shown
 
 ALIAS = "default"
 
@@ -25,6 +27,15 @@ class ModelCard:
     def name(self) -> str:
         """The name answers carry."""
         return self.names[0]
+
+    def check_name(self, name: str) -> None:
+        """Raises ModelNotFound if no model of this name is served."""
+        if name not in self.names:
+            raise ModelNotFound(
+                f"model: {shown(name)} is not served here; ask for one of "
+                f"{', '.join(map(repr, self.names))}",
+                field="model",
+            )
 
     @staticmethod
     def of(

@@ -3,12 +3,13 @@
 Admission --prompts--> PromptReader --texts--> TokenizerPool
 """
 
-import anyio.lowlevel
-
 from control_plane.errors import InvalidRequest
 from control_plane.intake.field_checks import check_ids, field_of
 from control_plane.intake.generation_input import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from control_plane.intake.loop_turns import LoopTurns
 from control_plane.intake.model_card import ModelCard
+from control_plane.intake.shown import shown
+from control_plane.intake.tokenizer import Tokenizer
 from control_plane.intake.tokenizer_pool import TokenizerJob, TokenizerPool
 
 LONG_LIST_IDS = 1 << 14
@@ -20,9 +21,11 @@ Ids = tuple[int, ...]
 class PromptReader:
     """For the event loop's thread; everything that takes long is done in the pool."""
 
-    def __init__(self, card: ModelCard, pool: TokenizerPool) -> None:
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, pool: TokenizerPool) -> None:
         self._card = card
+        self._tokenizer = tokenizer
         self._pool = pool
+        self._turns = LoopTurns(LONG_LIST_IDS)
 
     def check(self, prompts: tuple[Prompt, ...]) -> None:
         """What can be said without looking at every id or character. Raises InvalidRequest."""
@@ -39,13 +42,9 @@ class PromptReader:
 
     async def check_lists(self, label: str, lists: tuple[Ids, ...]) -> None:
         """Lists of ids that are no longer than the context. Raises InvalidRequest."""
-        ids_count = 0
         for token_ids in lists:
             check_ids(label, token_ids, self._card.vocabulary_size)
-            ids_count += len(token_ids)
-            if ids_count > LONG_LIST_IDS:
-                ids_count = 0
-                await anyio.lowlevel.checkpoint()
+            await self._turns.did(len(token_ids))
 
     async def read(self, prompts: tuple[Prompt, ...]) -> list[Ids]:
         """The ids of every prompt, all at once as far as there are threads; raises RequestError."""
@@ -62,6 +61,7 @@ class PromptReader:
                 if not token_ids:
                     raise _empty(label)
                 self.check_length(len(token_ids), label)
+                await self._check_known(label, token_ids)
                 read.append(token_ids)
         finally:
             for job in jobs:
@@ -82,11 +82,23 @@ class PromptReader:
         """Raises InvalidRequest if no token of output fits behind so many."""
         context_tokens = self._card.context_tokens
         if tokens_count >= context_tokens:
+            raise no_room_for_output(label, tokens_count, context_tokens)
+
+    async def _check_known(self, label: str, token_ids: Ids) -> None:
+        """Some tokenizers have more tokens than the model. Raises InvalidRequest."""
+        size = self._card.vocabulary_size
+        if self._tokenizer.size <= size:
+            return
+        token_id = max(token_ids)
+        if token_id >= size:
+            text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
             raise InvalidRequest(
-                f"{label}: {tokens_count} tokens leave no room for output in the context of "
-                f"{context_tokens} tokens; send at most {context_tokens - 1}",
+                f"{label}: its text {shown(text)} is token {token_id}, "
+                f"which the model does not have: its ids go from 0 to {size - 1}; leave that text "
+                "out",
                 field=field_of(label),
             )
+        await self._turns.did(len(token_ids))
 
     def _begin(self, prompt: Prompt) -> TokenizerJob[Ids] | Ids:
         match prompt:
@@ -112,6 +124,15 @@ def label_of(prompts: tuple[Prompt, ...], index: int) -> str:
     """What a message calls a prompt: the client's field, and which of several it is."""
     name = "messages" if isinstance(prompts[index], ChatPrompt) else "prompt"
     return name if len(prompts) == 1 else f"{name}[{index}]"
+
+
+def no_room_for_output(label: str, tokens_count: int, context_tokens: int) -> InvalidRequest:
+    """What is said of a prompt of so many tokens."""
+    return InvalidRequest(
+        f"{label}: {tokens_count} tokens leave no room for output in the context of "
+        f"{context_tokens} tokens; send at most {context_tokens - 1}",
+        field=field_of(label),
+    )
 
 
 def _empty(label: str) -> InvalidRequest:

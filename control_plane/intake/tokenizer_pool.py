@@ -1,10 +1,8 @@
 """Threads that template and tokenize, so that a huge prompt never holds up the event loop."""
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from control_plane.errors import InvalidRequest
@@ -122,12 +120,3 @@ def _not_unicode(field: str, error: UnicodeEncodeError) -> InvalidRequest:
         f"{field}: not valid Unicode ({error.reason}); send characters, not halves of them",
         field=field,
     )
-
-
-def physical_cores_count() -> int:
-    """Cores without their hyperthreads, where the machine tells; else what Python counts."""
-    siblings = {
-        path.read_text().strip()
-        for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
-    }
-    return len(siblings) or os.cpu_count() or 1

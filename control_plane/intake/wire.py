@@ -14,9 +14,13 @@ from control_plane.intake.generation_input import (
     TokenPrompt,
 )
 from control_plane.intake.model_card import ModelCard
+from control_plane.intake.prompt_reader import no_room_for_output
 from control_plane.request import FinishReason
 from control_plane.scheduling.messages import PromptDelta, TopTokens
 from protos import inference_pb2
+
+PROTOCOL = "grpc"
+"""What the metrics call it."""
 
 SAMPLING_FIELDS = {
     "n": "n",
@@ -38,6 +42,7 @@ SAMPLING_FIELDS = {
 LIST_LENGTH_ALWAYS_READ = 4096
 """A list no longer than this, or than the context, is read whole, and left to admission."""
 TOKEN_BYTES_MAX = 5
+CHARACTER_BYTES_MAX = 4
 LOGPROB_BYTES = 4
 TOP_TOKENS_BYTES_MAX = 16
 """Of the message around the likeliest tokens at one place."""
@@ -80,15 +85,15 @@ def generation_input(
     )
 
 
+def check_prompt_length(ids_count: int, context_tokens: int) -> None:
+    """Raises InvalidRequest for so many ids that not even admission should look at them."""
+    if ids_count > max(context_tokens, LIST_LENGTH_ALWAYS_READ):
+        raise no_room_for_output("prompt", ids_count, context_tokens)
+
+
 def _check_lists(message: inference_pb2.GenerateRequest, context_tokens: int) -> None:
+    check_prompt_length(len(message.prompt_ids.ids), context_tokens)
     count_max = max(context_tokens, LIST_LENGTH_ALWAYS_READ)
-    prompt_count = len(message.prompt_ids.ids)
-    if prompt_count > count_max:
-        raise InvalidRequest(
-            f"prompt: {prompt_count} tokens leave no room for output in the context of "
-            f"{context_tokens} tokens; send at most {context_tokens - 1}",
-            field="prompt",
-        )
     sampling, resumed = message.sampling, message.resume_output_ids
     counts = {
         "messages": len(message.chat.messages),
@@ -150,23 +155,33 @@ def generate_responses(
 def _token_responses(
     piece: AnswerPiece, bytes_max: int
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """The tokens of a reader that fell far behind may need several; the text is in the last."""
-    count = _places_max(piece.tops, bytes_max)
-    for start in range(0, max(1, len(piece.token_ids)), count):
-        part = slice(start, start + count)
+    """The tokens of a reader that fell far behind may need several, each with its tokens' text."""
+    for part in _token_parts(piece, bytes_max):
         message = inference_pb2.GenerateResponse(
             choice=piece.choice,
-            first_index=piece.first_index + start,
+            first_index=piece.first_index + part.start,
             token_ids=piece.token_ids[part],
+            text="".join(piece.texts[part]) if piece.token_ids else piece.text,
             logprobs=piece.logprobs[part],
             top_tokens=map(_top_tokens, piece.tops[part]),
         )
-        if part.stop >= len(piece.token_ids):
-            message.text = piece.text
+        if part.stop == len(piece.token_ids):
             message.finish_reason = FINISH_REASONS[piece.finish_reason]
             if piece.usage is not None:
                 message.usage.CopyFrom(_usage(piece.usage))
         yield message
+
+
+def _token_parts(piece: AnswerPiece, bytes_max: int) -> Iterator[slice]:
+    """Runs of its tokens whose lists and whose text are not too large; one at least."""
+    count_max, characters_max = _places_max(piece.tops, bytes_max), bytes_max // CHARACTER_BYTES_MAX
+    start = characters = 0
+    for index, text in enumerate(piece.texts):
+        characters += len(text)
+        if index > start and (index - start == count_max or characters > characters_max):
+            yield slice(start, index)
+            start, characters = index, len(text)
+    yield slice(start, len(piece.token_ids))
 
 
 def _prompt_logprobs(delta: PromptDelta, bytes_max: int) -> Iterator[inference_pb2.PromptLogprobs]:

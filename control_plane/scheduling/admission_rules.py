@@ -14,32 +14,31 @@ def tokens_limit(
 ) -> int | RequestError:
     """Most output tokens of a request on the groups it may use, or why it cannot be served."""
     prompt_count = len(request.prompt_ids)
-    if not prompt_count:
-        return InvalidRequest("prompt is empty; it must have at least one token", field="prompt")
-    if prompt_count >= context_tokens:
-        return InvalidRequest(
-            f"prompt has {prompt_count} tokens; the context holds {context_tokens} with at least "
-            f"one of output: shorten the prompt to {context_tokens - 1} tokens or fewer",
-            field="prompt",
-        )
+    assert prompt_count, "intake admits no empty prompt"
+    assert request.max_tokens is None or request.max_tokens >= 1, "a token is drawn in any case"
     memory_tokens = max(load.total_blocks * load.block_tokens for load in groups)
-    if prompt_count >= memory_tokens:
+    room_tokens = min(context_tokens, memory_tokens)
+    if prompt_count >= room_tokens:
         return InvalidRequest(
-            f"prompt has {prompt_count} tokens; the memory of the largest group holds "
-            f"{memory_tokens} with at least one of output: shorten the prompt to "
-            f"{max(memory_tokens - 1, 0)} tokens or fewer, or serve with more blocks",
+            f"prompt: {prompt_count} tokens leave no room for output in the {room_tokens} that "
+            f"the largest group holds; send at most {max(room_tokens - 1, 0)}, or serve with "
+            "more blocks",
             field="prompt",
         )
-    limit = min(context_tokens, memory_tokens) - prompt_count
+    limit = room_tokens - prompt_count
     if request.max_tokens is not None:
-        refusal = _refused_max_tokens(request.max_tokens, limit, prompt_count)
-        if refusal:
-            return refusal
+        if request.max_tokens > limit:
+            return InvalidRequest(
+                f"max_tokens: {prompt_count} prompt tokens and {request.max_tokens} output tokens "
+                f"exceed the {room_tokens} that the largest group holds; send at most {limit} or a "
+                "shorter prompt, or leave it out",
+                field="max_tokens",
+            )
         limit = request.max_tokens
     if len(request.output_ids) > limit:
         return InvalidRequest(
-            f"resume_output_ids has {len(request.output_ids)} tokens; context and memory allow an "
-            f"answer of at most {limit}: send those that were received, {limit} or fewer",
+            f"resume_output_ids: {len(request.output_ids)} tokens are more than the {limit} this "
+            f"answer may have; send those that were received",
             field="resume_output_ids",
         )
     return limit
@@ -75,17 +74,3 @@ def outgrown(live: LiveRequest, memory_tokens: int) -> RequestError:
         f"back with less memory, and the largest one holds {memory_tokens}: send it again with "
         f"{remedy}"
     )
-
-
-def _refused_max_tokens(max_tokens: int, limit: int, prompt_count: int) -> RequestError | None:
-    if max_tokens < 1:
-        return InvalidRequest(
-            f"max_tokens is {max_tokens}; it must be at least 1", field="max_tokens"
-        )
-    if max_tokens > limit:
-        return InvalidRequest(
-            f"max_tokens is {max_tokens}; with a prompt of {prompt_count} tokens context and "
-            f"memory allow {limit}: ask for {limit} or fewer, or leave max_tokens out",
-            field="max_tokens",
-        )
-    return None

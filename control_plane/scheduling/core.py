@@ -10,7 +10,6 @@ from bisect import insort
 from control_plane.config import SchedulingConfig
 from control_plane.errors import (
     DeadlineExceeded,
-    InvalidRequest,
     RequestCancelled,
     RequestError,
     ServiceUnavailable,
@@ -189,6 +188,8 @@ class SchedulingCore:
     def _submit(self, request: Request, now: float) -> None:
         scored = request.prompt_top_tokens is not None
         assert not (scored and request.use_prefix_cache), "cached tokens would have no scores"
+        assert request.request_id not in self._requests, "intake gives every id once"
+        assert request.target_group is None or request.target_group in self._chips.groups
         answer = self._admissible(request)
         if isinstance(answer, RequestError):
             self._emit(Failed(request.request_id, answer))
@@ -212,19 +213,7 @@ class SchedulingCore:
 
     def _admissible(self, request: Request) -> int | RequestError:
         """The request's limit of output tokens, or why it is refused."""
-        if request.request_id in self._requests:
-            return InvalidRequest(
-                f"request_id {request.request_id!r} is in use by a request that has not ended: "
-                f"choose another",
-                field="request_id",
-            )
         target = request.target_group
-        if target is not None and target not in self._chips.groups:
-            known = ", ".join(self._chips.groups)
-            return InvalidRequest(
-                f"target_group {target!r} does not exist: choose one of {known}, or leave it out",
-                field="target_group",
-            )
         loads = self._serving.load.groups
         groups = [load for name, load in loads.items() if target in (None, name)]
         if not groups:

@@ -207,7 +207,7 @@ class GroupScheduler:
     # ------------------------------------------------------------ admission
 
     def _admit(self, now: float) -> tuple[list[Admission], list[LiveRequest]]:
-        """Fills slots from the queue in its order; for a while, who fits passes who lacks blocks."""
+        """Fills slots from the queue in order; for a while, who fits passes who lacks blocks."""
         admitted: list[LiveRequest] = []
         lacking: list[LiveRequest] = []
         messages: list[Admission] = []

@@ -76,8 +76,8 @@ class WaitingQueue:
         """
         if len(lacking) > PASSED_MAX or self._keeps_its_place(lacking[-1], now):
             return False
-        urgency = lacking[-1].request.priority - live.request.priority
-        return self._policy != "priority" or urgency <= 0
+        is_as_urgent = live.request.priority >= lacking[-1].request.priority
+        return self._policy != "priority" or is_as_urgent
 
     def _keeps_its_place(self, live: LiveRequest, now: float) -> bool:
         """Whether arrival alone decides when it goes."""

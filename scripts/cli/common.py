@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import click
 
+from control_plane.intake.api_keys import is_key
 from scripts.client import (
     ClientError,
     PolychipClient,
@@ -38,7 +39,7 @@ class Unreachable(click.ClickException):
 
 def sendable_key(text: str) -> str:
     """A key as the metadata of a call can carry it; the key is never shown."""
-    if not text or not all("!" <= character <= "~" for character in text):
+    if not is_key(text):
         raise click.BadParameter("a key is letters, digits and signs of ASCII, without blanks")
     return text
 

@@ -17,11 +17,12 @@ from backends.errors import BackendError
 from backends.plugin import find_backend
 from control_plane.errors import ConfigurationError
 from control_plane.intake.model_files import ModelFiles
+from control_plane.processors import tokenizer_threads_default
 from control_plane.settings import SETTINGS, config_of, read_api_keys, read_join_token
 from scripts.cli.serve_options import serve_options
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
-from scripts.topology import default_model_path, numa_nodes_count, physical_cores_count
+from scripts.topology import default_model_path, numa_nodes_count
 
 QUESTION = "What is the capital of France?"
 
@@ -69,7 +70,7 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
         values["group_sizes"] = (1,) * (chips or numa_nodes_count())
     values["kv_blocks"] = values["kv_blocks"] or ()
     values["model_path"] = str(values["model_path"] or _packaged_model())
-    values["tokenizer_threads"] = values["tokenizer_threads"] or max(1, physical_cores_count() // 2)
+    values["tokenizer_threads"] = values["tokenizer_threads"] or tokenizer_threads_default()
     own = {
         each.name: values.pop(each.name) for each in fields(ServeSettings) if each.name in values
     }

@@ -42,7 +42,10 @@ def test_scheduling_settings_that_cannot_be(settings, said) -> None:
         ({"http_body_bytes_max": 0}, "http_body_bytes_max"),
         ({"client_message_bytes_max": 1 << 31}, "client_message_bytes_max"),
         ({"intake_bytes_max": 0}, "intake_bytes_max is 0; .* at least 1"),
+        ({"json_values_max": 0}, "json_values_max"),
+        ({"body_deadline_s": 0.0}, "body_deadline_s is 0"),
         ({"choices_max": 0}, "choices_max"),
+        ({"prompt_scores_max": -1}, "prompt_scores_max is -1; .* at least 0"),
         ({"top_logprobs_max": -1}, "top_logprobs_max is -1; .* at least 0"),
         ({"stop_strings_max": -1}, "stop_strings_max"),
         ({"stop_string_characters_max": 0}, "stop_string_characters_max"),
@@ -56,6 +59,13 @@ def test_scheduling_settings_that_cannot_be(settings, said) -> None:
 def test_service_settings_that_cannot_be(settings, said) -> None:
     with pytest.raises(ConfigurationError, match=said):
         ControlPlaneConfig(model_path="m", **settings)
+
+
+@pytest.mark.parametrize(("choices_max", "queue_requests_max"), [(8, 9), (9, 8)])
+def test_all_choices_of_a_request_fit_the_queue(choices_max, queue_requests_max) -> None:
+    scheduling = SchedulingConfig(queue_requests_max=queue_requests_max)
+    config = ControlPlaneConfig("m", choices_max=choices_max, scheduling=scheduling)
+    assert config.call_choices_max == 8
 
 
 def test_limits_that_may_forbid_something_may_be_0() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from control_plane.core_loop import CoreLoop
@@ -125,7 +126,7 @@ def sums(metrics: Metrics, name: str) -> dict[tuple[str, str], float]:
     """(label, _count or _sum) to value of a summary or histogram with one label."""
     return {
         (next(iter(sample.labels.values())), sample.name.removeprefix(name)): sample.value
-        for family in metrics.collect()
+        for family in text_string_to_metric_families(metrics.expose()[0].decode())
         for sample in family.samples
         if sample.name in (f"{name}_count", f"{name}_sum")
     }

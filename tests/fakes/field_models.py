@@ -54,7 +54,7 @@ class Chain:
     token that is not printable leads to the ring's first: whatever the prompt, the answer is
     legible and has no end.
 
-    impossible: texts of tokens whose logit is always minus infinity; not all of the others'.
+    impossible: texts of tokens whose logit is always minus infinity; they follow none.
     """
 
     scripts: tuple[tuple[int | str | bytes, ...], ...] = ()
@@ -64,6 +64,7 @@ class Chain:
         """For every token the one that follows it."""
         scripted: dict[int, int] = {}
         last_ids: set[int] = set()
+        impossible = tokenizer.ids_of(*self.impossible)
         for script in self.scripts:
             ids = [each if isinstance(each, int) else tokenizer.id_of(each) for each in script]
             last_ids.add(ids[-1])
@@ -75,6 +76,7 @@ class Chain:
             for token_id in range(SIZE)
             if token_id not in scripted
             and token_id not in last_ids
+            and token_id not in impossible
             and _is_legible(tokenizer.text_bytes(token_id))
         ]
         following = dict(zip(ring, [*ring[1:], ring[0]], strict=True)) | scripted

@@ -31,12 +31,14 @@ FIRST_BYTES_OF_YOU = b"\xe4\xbd"
 @dataclass(frozen=True)
 class FieldTokenizer:
     """sentencepiece: False is byte-level. pieces: further tokens a script needs; encoding a text
-    never gives them. starts: a text is encoded with the start token first.
+    never gives them. starts: a text is encoded with the start token first. long_letters: above 0,
+    so many letters x are a token, and encoding finds it before any other.
     """
 
     sentencepiece: bool = False
     pieces: tuple[str | bytes, ...] = ()
     starts: bool = True
+    long_letters: int = 0
 
     def id_of(self, piece: str | bytes) -> int:
         """Id of the token that stands for exactly this text; a single byte of bytes for itself."""
@@ -78,15 +80,15 @@ class FieldTokenizer:
                 "padding": None,
                 "added_tokens": [
                     {
-                        "id": index,
+                        "id": self._vocabulary[text],
                         "content": text,
                         "single_word": False,
                         "lstrip": False,
                         "rstrip": False,
                         "normalized": False,
-                        "special": True,
+                        "special": text in self._specials,
                     }
-                    for index, text in enumerate(self._specials)
+                    for text in (*self._specials, *self._long_texts)
                 ],
                 "post_processor": self._start_first() if self.starts else None,
                 "model": {
@@ -108,6 +110,10 @@ class FieldTokenizer:
     @property
     def _specials(self) -> tuple[str, ...]:
         return (*SPECIAL_TEXTS, "<unk>") if self.sentencepiece else SPECIAL_TEXTS
+
+    @property
+    def _long_texts(self) -> tuple[str, ...]:
+        return (self.long_letters * "x",) if self.long_letters else ()
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
@@ -139,7 +145,7 @@ class FieldTokenizer:
             yield from ((text, []) for text in ("▁", *CHARACTERS))
         else:
             yield from ((letter, []) for letter in BYTE_LETTERS)
-        for piece in self.pieces:
+        for piece in (*self.pieces, *self._long_texts):
             yield self._spell(piece.encode() if isinstance(piece, str) else piece), []
         if not self.sentencepiece:
             yield from self._built(FIRST_BYTES_OF_YOU)

@@ -67,18 +67,32 @@ def check_choices(
     check_scores(whole.prompt_logprobs, other.prompt_logprobs)
     check_tops(whole.prompt_tops, other.prompt_tops)
     assert other.ids is not None
-    if whole.ids is not None and whole.ids != other.ids:
-        shared = next(i for i, (a, b) in enumerate(zip_longest(whole.ids, other.ids)) if a != b)
-        apart = {each[shared] for each in (whole.ids, other.ids) if shared < len(each)}
-        known = (prompt_ids, other.ids[:shared])
-        assert len(apart) == 2, f"one ended early: {whole} and {other}"
-        tie = is_near_tie(field.spec.model, request.fields, choice, known, apart)
-        assert tie, f"HTTP {whole.ids}, gRPC {other.ids}"
+    if whole.ids is not None and parted(field, request, choice, prompt_ids, (whole.ids, other.ids)):
         return True
     assert (whole.text, whole.finish) == (other.text, other.finish)
     check_scores(whole.logprobs, other.logprobs)
     check_tops(whole.tops, other.tops)
     return False
+
+
+def parted(
+    field: FieldCluster,
+    request: NeutralRequest,
+    choice: int,
+    prompt_ids: Sequence[int],
+    both: tuple[list[int], list[int]],
+) -> bool:
+    """Whether the ids go apart at a near tie; fails if they do anywhere else."""
+    ids, others = both
+    if ids == others:
+        return False
+    shared = next(i for i, (a, b) in enumerate(zip_longest(ids, others)) if a != b)
+    apart = {each[shared] for each in both if shared < len(each)}
+    assert len(apart) == 2, f"one ended early: {ids} and {others}"
+    known = (prompt_ids, others[:shared])
+    tie = is_near_tie(field.spec.model, request.fields, choice, known, apart)
+    assert tie, f"{ids} and {others}"
+    return True
 
 
 def check_usage(
@@ -122,5 +136,3 @@ def echoed(
     if isinstance(prompt, str):
         return prompt
     return b"".join(map(tokenizer.text_bytes, ids)).decode(errors="replace")
-
-

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from typing_extensions import override
 
-from protos import inference_pb2
+from protos import inference_pb2, inference_pb2_grpc
 from tests.field.answers import (
     Answer,
     Refused,
@@ -28,6 +28,7 @@ from tests.field.answers import (
 from tests.field.field_cluster import CALL_DEADLINE_S, FieldCluster, Prompt
 
 POLL_S = 0.005
+PAUSE_LOOK_S = 0.05
 LEFT = "left"
 
 
@@ -43,6 +44,8 @@ class OpenCall(ABC):
         """Tokens that came so far, of all choices; none before the end of an unstreamed answer."""
         self.arrivals: list[float] = []
         """When each piece came, in seconds of the monotonic clock."""
+        self.pause_s = 0.0
+        """How long it waits for each token that came before it reads on; inf: it reads no more."""
         self.request_id = ""
         """What the service calls the request; over HTTP known once the first piece is here."""
         self._field = field
@@ -99,6 +102,12 @@ class OpenCall(ABC):
             if self._left and not (isinstance(error, Refused) and error.reason):
                 self._error = ClientLeft()
 
+    def _pause(self, tokens_count: int) -> None:
+        """Looks again and again, since whoever made us slow may let us go on."""
+        began = time.monotonic()
+        while not self._left and time.monotonic() < began + tokens_count * self.pause_s:
+            time.sleep(min(PAUSE_LOOK_S, self.pause_s))
+
     @abstractmethod
     def _read(self) -> Answer: ...
 
@@ -107,7 +116,9 @@ class OpenCall(ABC):
 
 
 class GrpcCall(OpenCall):
-    """Generate; leaving cancels the call. deadline_s: what the client gives it."""
+    """Generate; leaving cancels the call. deadline_s: what the client gives it. channel: one of its
+    own instead of the one all share.
+    """
 
     def __init__(
         self,
@@ -115,12 +126,16 @@ class GrpcCall(OpenCall):
         prompt: Prompt,
         *,
         deadline_s: float = CALL_DEADLINE_S,
+        channel: grpc.Channel | None = None,
         **parameters: object,
     ) -> None:
         super().__init__(field)
         request = field.grpc_request(prompt, **parameters)
         self.request_id = request.request_id
-        self._call = field.client.inference.Generate(request, deadline_s)
+        stub = field.client.inference
+        if channel is not None:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._call = stub.Generate(request, deadline_s)
         self._thread.start()
 
     @override
@@ -133,6 +148,7 @@ class GrpcCall(OpenCall):
             self.request_id = self.request_id or message.request_id
             self.tokens_count += len(message.token_ids)
             yield message
+            self._pause(len(message.token_ids))
 
     @override
     def _close(self) -> None:
@@ -140,10 +156,18 @@ class GrpcCall(OpenCall):
 
 
 class HttpCall(OpenCall):
-    """A POST on a connection of its own; leaving closes the connection."""
+    """A POST on a connection of its own; leaving closes the connection. receive_bytes: what the
+    kernel holds for us unread; None leaves it to the kernel.
+    """
 
     def __init__(
-        self, field: FieldCluster, prompt: Prompt, *, stream: bool, **parameters: object
+        self,
+        field: FieldCluster,
+        prompt: Prompt,
+        *,
+        stream: bool,
+        receive_bytes: int | None = None,
+        **parameters: object,
     ) -> None:
         super().__init__(field)
         self._path, body = field.http_request(prompt, **parameters)
@@ -152,8 +176,11 @@ class HttpCall(OpenCall):
         self._body = json.dumps(body).encode()
         address = field.cluster.http.removeprefix("http://")
         self._connection = http.client.HTTPConnection(address, timeout=CALL_DEADLINE_S)
-        self._connection.connect()
-        self._socket: socket.socket = self._connection.sock
+        self._socket = self._connection.sock = socket.socket()
+        if receive_bytes is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self._socket.settimeout(CALL_DEADLINE_S)
+        self._socket.connect((self._connection.host, self._connection.port))
         self._thread.start()
 
     @override
@@ -174,17 +201,19 @@ class HttpCall(OpenCall):
             return answer_of_body(strict_json(response.read().decode()))
         for data in sse_events(line.decode().rstrip("\n") for line in response):
             stream.events.append((time.monotonic(), data))
-            self._note(data)
+            self._pause(self._note(data))
         return answer_of_stream(stream)
 
-    def _note(self, data: str) -> None:
+    def _note(self, data: str) -> int:
+        """Tokens of an event."""
         self.arrivals.append(time.monotonic())
         if data == "[DONE]":
-            return
+            return 0
         chunk: dict[str, Any] = strict_json(data)
         self.request_id = self.request_id or chunk.get("id", "")
-        for choice in chunk.get("choices", ()):
-            self.tokens_count += len(choice.get("token_ids") or ())
+        count = sum(len(choice.get("token_ids") or ()) for choice in chunk.get("choices", ()))
+        self.tokens_count += count
+        return count
 
     @override
     def _close(self) -> None:

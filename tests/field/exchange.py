@@ -22,7 +22,7 @@ from tests.field.field_cluster import FieldCluster
 from tests.field.neutral_request import NeutralRequest, Prompt
 
 CALL_DEADLINE_S = 120.0
-QUEUE_DEADLINE_S = 300.0
+QUEUE_DEADLINE_S = 120.0
 QUEUE_PAUSE_S = 0.05
 Scores = list[float | None]
 
@@ -30,7 +30,8 @@ Scores = list[float | None]
 @dataclass
 class Said:
     """One choice. logprobs, tops: of the output, behind those of an echoed prompt. tops: the best
-    log-probabilities at each place; none at the first of a prompt.
+    log-probabilities at each place; none at the first of a prompt. marks: over gRPC, tokens and
+    characters that were there after each message.
     """
 
     text: str = ""
@@ -40,6 +41,7 @@ class Said:
     prompt_logprobs: Scores = field(default_factory=list)
     prompt_tops: list[list[float]] = field(default_factory=list)
     finish: str | None = None
+    marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
 
 @dataclass
@@ -103,9 +105,7 @@ def over_http(
 ) -> Outcome:
     """One try."""
     content = json.dumps(body)  # NaN and Infinity, too, as careless clients write them
-    with field.http.stream(
-        "POST", path, content=content, timeout=CALL_DEADLINE_S
-    ) as response:
+    with field.http.stream("POST", path, content=content, timeout=CALL_DEADLINE_S) as response:
         answer = read_sse(response)
     if answer.status != 200:
         refusal = http_refusal(answer.status, answer.body)
@@ -148,7 +148,9 @@ def add_choice(
     said.logprobs += scores.get("token_logprobs", [])
     for listed in scores.get("top_logprobs") or ():
         said.tops.append(best((listed or {}).values(), request))
-    prompt = choice.get("prompt_logprobs", part.get("prompt_logprobs")) or []
+    # Of a conversation they stand at the top level.
+    alone = part.get("prompt_logprobs") if choice["index"] == 0 else None
+    prompt = choice.get("prompt_logprobs", alone) or []
     count = request.prompt_logprobs or 0
     for place in prompt:
         # The prompt's own token stands first, the others are ranked.
@@ -174,7 +176,7 @@ def grpc_message(
     if request.echo and (request.logprobs or fields.get("max_tokens") == 0):
         wanted = request.top_logprobs if request.logprobs else 0
         fields["prompt_logprobs"] = max(wanted, request.prompt_logprobs or 0)
-    message = field.grpc_request("", temperature=None, logprobs=None, **fields)
+    message = field.grpc_request("", **({"temperature": None, "logprobs": None} | fields))
     if request.is_chat:
         message.chat.SetInParent()
         for each in prompt:
@@ -192,57 +194,68 @@ def over_grpc(
     field: FieldCluster, request: NeutralRequest, message: inference_pb2.GenerateRequest
 ) -> Outcome:
     """One try."""
-    said = [unread(request) for _ in range(request.choices_count)]
-    outcome = Outcome(choices=said)
+    outcome = Outcome()
+    said: dict[int, Said] = {}
+    prompt = inference_pb2.PromptLogprobs(first_index=1)
     resumed = dict(enumerate(len(each.ids) for each in message.resume_output_ids))
     try:
         for piece in field.client.inference.Generate(message, timeout=CALL_DEADLINE_S):
             outcome.prompt_ids.extend(piece.prompt_ids)
-            choice = said[piece.choice]
-            assert choice.ids is not None
-            if piece.token_ids:
-                expected = resumed.get(piece.choice, 0) + len(choice.ids)
-                assert piece.first_index == expected, "an index was repeated or skipped"
-            add_piece(choice, piece, request)
+            choice = said.setdefault(piece.choice, Said(ids=[]))
+            add_piece(choice, piece, resumed.get(piece.choice, 0))
+            if piece.HasField("prompt_logprobs"):
+                add_prompt(prompt, piece, said)
             if piece.HasField("usage"):
                 usage = piece.usage
                 outcome.usage = (usage.prompt_tokens, usage.completion_tokens, usage.seed)
     except grpc.RpcError as error:
         return Outcome(grpc_refusal(error))
+    outcome.choices = [said[index] for index in sorted(said)]
+    for index, choice in enumerate(outcome.choices):
+        put_prompt_first(choice, prompt, request, is_first=index == 0)
     return outcome
 
 
-def add_piece(
-    said: Said, piece: inference_pb2.GenerateResponse, request: NeutralRequest
-) -> None:
-    """Adds what a message has of a choice."""
+def add_piece(said: Said, piece: inference_pb2.GenerateResponse, resumed_count: int) -> None:
+    """Adds what a message has of a choice's output."""
     assert said.finish is None, "a choice went on after its end"
     assert said.ids is not None
-    said.text += piece.text
-    said.finish = FINISH_NAMES.get(piece.finish_reason)
-    if piece.HasField("prompt_logprobs"):
-        scores = piece.prompt_logprobs
-        assert not said.ids, "scores of the prompt came after a token"
-        tops = [list(each.logprobs) for each in scores.top_tokens] or [[]] * len(scores.logprobs)
-        if request.echoes_logprobs:
-            assert scores.first_index == len(said.logprobs), "scores were repeated or skipped"
-            said.logprobs += scores.logprobs
-            said.tops += [each[: request.top_logprobs] for each in tops if request.top_logprobs]
-        if request.prompt_logprobs is not None:
-            assert scores.first_index == len(said.prompt_logprobs)
-            said.prompt_logprobs += scores.logprobs
-            said.prompt_tops += [each[: request.prompt_logprobs] for each in tops]
+    if piece.token_ids:
+        expected = resumed_count + len(said.ids)
+        assert piece.first_index == expected, "an index was repeated or skipped"
     said.ids.extend(piece.token_ids)
+    said.text += piece.text
     said.logprobs += piece.logprobs
     said.tops += [list(each.logprobs) for each in piece.top_tokens]
+    said.finish = FINISH_NAMES.get(piece.finish_reason)
+    said.marks.append((len(said.ids), len(said.text)))
 
 
-def unread(request: NeutralRequest) -> Said:
-    """Nothing predicts the first token of a prompt, so no message tells that."""
-    said = Said(ids=[])
+def add_prompt(
+    prompt: inference_pb2.PromptLogprobs,
+    piece: inference_pb2.GenerateResponse,
+    said: dict[int, Said],
+) -> None:
+    """The scores of the prompt, which come once, before choice 0 has a token."""
+    scores = piece.prompt_logprobs
+    assert piece.choice == 0, "scores of the prompt came with another choice"
+    assert len(said[0].ids or ()) == len(piece.token_ids), "they came after a token"
+    assert scores.first_index == len(prompt.logprobs) + 1, "they were repeated or skipped"
+    prompt.logprobs.extend(scores.logprobs)
+    prompt.top_tokens.extend(scores.top_tokens)
+
+
+def put_prompt_first(
+    said: Said, prompt: inference_pb2.PromptLogprobs, request: NeutralRequest, *, is_first: bool
+) -> None:
+    """As HTTP has it: nothing for the token that nothing predicts; in an echo with every choice."""
+    scores: Scores = [None, *prompt.logprobs]
+    tops = [[], *(list(each.logprobs) for each in prompt.top_tokens)]
+    tops += [[]] * (len(scores) - len(tops))
     if request.echoes_logprobs:
-        said.logprobs = [None]
-        said.tops = [[]] if request.top_logprobs else []
-    if request.prompt_logprobs is not None:
-        said.prompt_logprobs, said.prompt_tops = [None], [[]]
-    return said
+        said.logprobs = scores + said.logprobs
+        if request.top_logprobs:
+            said.tops = [each[: request.top_logprobs] for each in tops] + said.tops
+    if request.prompt_logprobs is not None and is_first:
+        said.prompt_logprobs = scores
+        said.prompt_tops = [each[: request.prompt_logprobs] for each in tops]

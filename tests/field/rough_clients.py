@@ -1,9 +1,9 @@
 """Clients that send noise, or leave before their answer is complete."""
 
 import json
-import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ import grpc
 import httpx
 
 from protos import inference_pb2
-from tests.field.answers import grpc_refusal, http_refusal, read_sse, sse_events, strict_json
+from tests.field.answers import grpc_refusal, http_refusal, read_sse, strict_json
 from tests.field.exchange import CALL_DEADLINE_S, grpc_message, http_body
 from tests.field.field_cluster import CONTEXT, FieldCluster
 from tests.field.neutral_request import UINT32_MAX, draw_fine
@@ -27,7 +27,7 @@ HTTP_FIELDS = (
 )
 NOISE: tuple[object, ...] = (
     *("", "x", "1", "\ud800", "a\udfffb", "\x00", "x" * 100_000),
-    *(True, False, 0, -1, 1, 1.5, -0.0, 1e-320, 1e308, 10**40, -(10**40), 10**400, 10**5000),
+    *(True, False, 0, -1, 1, 1.5, -0.0, 1e-320, 1e308, 10**40, -(10**40), 10**400, 10**4000),
     *(float("nan"), float("inf")),
     *([], {}, [None], [[]], [[[]]], [{}], {"": None}, {"5": 1}, {"-1": 1}, {"5": "x"}),
     *([1.5], [-1], [10**18], ["\ud800"], ["a", 5], [5] * 5000, {"include_usage": 1}),
@@ -40,11 +40,14 @@ REFUSED_BY_GRPC = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 LEFT_BY_GRPC = {
-    grpc.StatusCode.OK,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+
+
+RELATED = {"logprobs": "top_logprobs", "stream": "prompt_logprobs"}
+"""A field may be fine by itself, and another one then not."""
 
 
 def spliced(random: Random, content: bytes) -> bytes:
@@ -65,7 +68,7 @@ def send_http_noise(field: FieldCluster, number: int, random: Random) -> None:
     """One field of any type, or a body that was damaged: an answer, or a refusal that names it."""
     request = draw_fine(number, random, field.tokenizer)
     path, body = http_body(request, random)
-    body["max_tokens"] = 2
+    body |= {"max_tokens": 1, "max_completion_tokens": None, "min_tokens": None}
     if random.random() < 0.3:
         check_http(field, path, spliced(random, json.dumps(body).encode()), None)
         return
@@ -86,22 +89,8 @@ def check_http(field: FieldCluster, path: str, content: bytes, name: str | None)
     assert answer.status in (400, 404, 429), f"{shown!r}: {answer.status} {answer.body}"
     refusal = http_refusal(answer.status, answer.body)
     if name is not None and answer.status != 429:
-        related = {name, "body", *RELATED.get(name, ())}
-        assert refusal.parameter in related, f"{shown!r}: {refusal}"
-
-
-# A field may be fine by itself, and another one then not.
-RELATED = {
-    "logprobs": ("top_logprobs",),
-    "max_tokens": ("min_tokens",),
-    "max_completion_tokens": ("min_tokens",),
-    "prompt": ("n", "max_tokens", "max_completion_tokens"),
-    "messages": ("max_tokens", "max_completion_tokens"),
-    "n": ("best_of",),
-    "stream": ("prompt_logprobs",),
-    "echo": ("max_tokens",),
-    "prompt_logprobs": ("max_tokens", "max_completion_tokens"),
-}
+        named = {name, "body", RELATED.get(name)}
+        assert refusal.parameter in named, f"{shown!r}: {refusal}"
 
 
 # ---------------------------------------------------------------- gRPC
@@ -111,7 +100,7 @@ def send_grpc_noise(field: FieldCluster, number: int, random: Random) -> None:
     """What only gRPC can say, wrong; or a message that was damaged."""
     request = draw_fine(number, random, field.tokenizer)
     message = grpc_message(field, request, request.prompts[0])
-    message.sampling.max_tokens = 2
+    message.sampling.max_tokens = 1
     message.sampling.min_tokens = 0
     if random.random() < 0.3:
         content = spliced(random, message.SerializeToString() or b"\x00")
@@ -183,14 +172,50 @@ GRPC_MISTAKES: dict[str, Callable[[Message, Random], None]] = {
 def leave(field: FieldCluster, number: int, random: Random) -> None:
     """Asks for a long answer and leaves at some moment, in one of the ways there are."""
     request = draw_fine(number, random, field.tokenizer)
-    path, body = http_body(request, random)
-    body |= {"max_tokens": None, "min_tokens": None, "max_completion_tokens": None}
-    message = grpc_message(field, request, request.prompts[0])
-    message.sampling.ClearField("max_tokens")
-    message.sampling.ClearField("min_tokens")
-    message.request_id = f"leaving {number}"
-    way = random.choice((leave_stream, leave_body, leave_call, let_it_expire, cancel_by_id))
-    if way in (leave_stream, leave_body):
-        way(field, path, body, random)
+    unlimited = {"max_tokens", "min_tokens", "prompt_logprobs"}
+    fields = {name: value for name, value in request.fields.items() if name not in unlimited}
+    request = replace(request, fields=fields)
+    if random.random() < 0.5:
+        path, body = http_body(request, random)
+        leave_http(field, path, body, random)
     else:
-        way(field, message, random)
+        message = grpc_message(field, request, request.prompts[0])
+        message.request_id = f"leaving {number}"
+        leave_grpc(field, message, random)
+
+
+def leave_http(field: FieldCluster, path: str, body: dict[str, Any], random: Random) -> None:
+    """After some events, or when there was nothing to read for a while."""
+    patience = httpx.Timeout(CALL_DEADLINE_S)
+    if not body.get("stream"):
+        patience = httpx.Timeout(CALL_DEADLINE_S, read=random.uniform(0.001, 0.2))
+    events_count = random.randint(0, 8)
+    with (
+        suppress(httpx.ReadTimeout),
+        field.http.stream("POST", path, json=body, timeout=patience) as response,
+    ):
+        assert response.status_code in (200, 429)
+        for _ in islice(response.iter_lines(), events_count):
+            pass
+
+
+def leave_grpc(field: FieldCluster, message: Message, random: Random) -> None:
+    """Cancels the call, or the request from another call, or gives it little time."""
+    stub = field.client.inference
+    way = random.choice(("call", "id", "deadline"))
+    deadline_s = random.uniform(0.001, 0.3) if way == "deadline" else CALL_DEADLINE_S
+    call = stub.Generate(message, timeout=deadline_s)
+    try:
+        if way != "deadline":
+            for _ in islice(call, random.randint(0, 8)):
+                pass
+        if way == "call":
+            call.cancel()
+        elif way == "id":
+            request = inference_pb2.CancelRequest(request_id=message.request_id)
+            stub.Cancel(request, timeout=CALL_DEADLINE_S)
+        for _ in call:
+            pass
+    except grpc.RpcError as error:
+        if error.code() not in LEFT_BY_GRPC:
+            raise

@@ -1,4 +1,4 @@
-"""Streams that go on while a scenario does its worst beside them; each must stay what it is alone."""
+"""Streams that go on beside whatever a scenario does; each must stay what it is alone."""
 
 import threading
 import time
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TypeVar
 
 from tests.field.answers import Answer, answer_of_messages, answer_of_stream
@@ -30,11 +29,6 @@ class Watched:
     """When the pieces of each finished answer came, in seconds of the monotonic clock."""
 
     arrivals: list[list[float]] = field(default_factory=list)
-
-    @property
-    def gaps(self) -> list[float]:
-        """Times between two pieces of the same answer."""
-        return [later - earlier for each in self.arrivals for earlier, later in pairwise(each)]
 
 
 @contextmanager
@@ -79,18 +73,14 @@ def _keep_asking(
         watched.arrivals.append(arrivals)
 
 
-def _ask_http(
-    cluster: FieldCluster, prompt: str, tokens_count: int
-) -> tuple[list[float], Answer]:
+def _ask_http(cluster: FieldCluster, prompt: str, tokens_count: int) -> tuple[list[float], Answer]:
     path, body = cluster.http_request(prompt, max_tokens=tokens_count, ignore_eos=True)
     stream = cluster.stream(path, body | {"stream_options": {"include_usage": True}})
     assert stream.status == 200, stream.body
     return [moment for moment, _ in stream.events], answer_of_stream(stream)
 
 
-def _ask_grpc(
-    cluster: FieldCluster, prompt: str, tokens_count: int
-) -> tuple[list[float], Answer]:
+def _ask_grpc(cluster: FieldCluster, prompt: str, tokens_count: int) -> tuple[list[float], Answer]:
     request = cluster.grpc_request(prompt, max_tokens=tokens_count, ignore_eos=True)
     arrivals: list[float] = []
     messages = cluster.client.inference.Generate(request, CALL_DEADLINE_S)

@@ -17,6 +17,29 @@ PAIR = ClusterSpec(
 )
 """Two groups with few slots, and answers long enough to be left: it is easy to make others wait."""
 
+LARGE_CONTEXT = 2_300_000
+LARGE_LETTERS = 4000
+LARGE_TOPS = 500
+LARGE_HTTP_BYTES = 16 << 20
+LARGE_GRPC_BYTES = 32 << 20
+"""A list of an answer may take a quarter of it in one message."""
+LARGE_STALL_S = 12
+LARGE = ClusterSpec(
+    FieldModel(
+        tokenizer=FieldTokenizer(long_letters=LARGE_LETTERS), layers=1, context=LARGE_CONTEXT
+    ),
+    (
+        *("--context", str(LARGE_CONTEXT), "--block-tokens", "128", "--kv-blocks", "18000"),
+        *("--chunk-tokens", "2048", "--admission-tokens", str(LARGE_CONTEXT)),
+        *("--max-top-logprobs", str(LARGE_TOPS), "--stream-stall", str(LARGE_STALL_S)),
+        *("--http-body-bytes", str(LARGE_HTTP_BYTES)),
+        *("--client-message-bytes", str(LARGE_GRPC_BYTES)),
+        *("--lease", "20", "--heartbeat-timeout", "30"),
+    ),
+)
+"""Messages of many megabytes on every hop. A prompt of millions of ids holds up the control plane
+for seconds where others compute too: it and its worker get more time to hear of each other."""
+
 SENTENCEPIECE_NO_SYSTEM = ClusterSpec(
     FieldModel(
         tokenizer=FieldTokenizer(sentencepiece=True),

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from tests.fakes.dense_llama import dense_greedy
+from tests.fakes.dense_llama import dense_logits
 from tests.fakes.field_models import FieldModel
 from tests.field.answers import Answer
 from tests.field.field_cluster import CHUNK, PROTOCOLS, FieldCluster, check_equal
@@ -35,7 +35,9 @@ def test_a_prompt_in_chunks_answers_like_one_at_once(
             answer = field.ask(
                 protocol, prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True, cache_salt=protocol
             )
-            assert answer.ids == at_once(field.spec.model, length), f"{length} tokens"
+            expected = at_once(field.spec.model, tuple(prompt), tuple(answer.ids))
+            assert answer.ids == expected, f"{length} tokens"
+            assert len(answer.ids) == OUTPUT_TOKENS
             assert (answer.prompt_tokens, answer.cached_tokens) == (length, 0)
             assert answer.prompt_ids == prompt
             assert len(answer.deltas) <= OUTPUT_TOKENS
@@ -47,10 +49,11 @@ def test_a_prompt_in_chunks_answers_like_one_at_once(
 
 
 @cache
-def at_once(model: FieldModel, length: int) -> list[int]:
-    """By an independent implementation that takes the whole prompt in one piece."""
-    prompt = random_ids(("cp01", length), length)
-    return dense_greedy(model.shape, model.tensors(), prompt, OUTPUT_TOKENS)
+def at_once(model: FieldModel, prompt: tuple[int, ...], ids: tuple[int, ...]) -> list[int]:
+    """The likeliest token at the place of each of `ids`, by an independent implementation that
+    takes prompt and `ids` in one piece."""
+    logits = dense_logits(model.shape, model.tensors(), [*prompt, *ids])
+    return [int(each) for each in logits[len(prompt) - 1 : -1].argmax(dim=-1)]
 
 
 def decoder_prompt(index: int) -> list[int]:

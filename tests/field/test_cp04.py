@@ -16,7 +16,8 @@ import pytest
 
 from protos import inference_pb2
 from tests.field.field_cluster import CHUNK, FieldCluster
-from tests.field.prompts import metric_sum, random_ids
+from tests.field.prompts import random_ids
+from tests.field.scrape import scrape
 
 pytestmark = pytest.mark.end_to_end
 
@@ -49,15 +50,12 @@ def delays(field: FieldCluster, counted: Callable[[int], int], seed: int) -> lis
 
 def outcomes(field: FieldCluster) -> Counter[str]:
     """How many requests came, and how they ended."""
+    now = scrape(field)
     return Counter(
-        {
-            "received": int(metric_sum(field, "polychip_requests_received_total")),
-            "finished": int(metric_sum(field, "polychip_request_success_total")),
-            "failed": int(metric_sum(field, "polychip_request_failures_total")),
-            "cancelled": int(
-                metric_sum(field, "polychip_request_failures_total", reason="CANCELLED")
-            ),
-        }
+        received=int(now.total("requests_received")),
+        finished=int(now.total("request_success")),
+        failed=int(now.total("request_failures")),
+        cancelled=int(now.total("request_failures", "CANCELLED")),
     )
 
 

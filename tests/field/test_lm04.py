@@ -26,9 +26,7 @@ from tests.field.shared_specs import MIX, STARTLESS_ALTERNATING
 pytestmark = pytest.mark.end_to_end
 
 SPECS = {"start": MIX, "startless": STARTLESS_ALTERNATING}
-WITH_AND_WITHOUT_START = pytest.mark.parametrize(
-    "field", SPECS.values(), ids=SPECS, indirect=True
-)
+WITH_AND_WITHOUT_START = pytest.mark.parametrize("field", SPECS.values(), ids=SPECS, indirect=True)
 HTTP = ("http", "http-stream")
 VOCABULARY = 512
 TEXT = "the quick brown fox"
@@ -142,9 +140,7 @@ def check_only_scores(field: FieldCluster, answer: Answer, logprobs: Sequence[fl
 @WITH_AND_WITHOUT_START
 @pytest.mark.parametrize("protocol", HTTP)
 @pytest.mark.parametrize("length", [2, 16, 33, 255])
-def test_an_echo_of_nothing_but_the_prompt(
-    field: FieldCluster, protocol: str, length: int
-) -> None:
+def test_an_echo_of_nothing_but_the_prompt(field: FieldCluster, protocol: str, length: int) -> None:
     prompt = [5 + each % 500 for each in range(length)]
     answer = field.ask(protocol, prompt, max_tokens=0, echo=True, logprobs=2)
     first, *logprobs = answer.logprobs

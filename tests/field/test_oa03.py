@@ -14,7 +14,8 @@ import pytest
 
 from tests.fakes.field_tokenizers import SIZE
 from tests.field.answers import grpc_refusal, http_refusal, strict_json
-from tests.field.field_cluster import CONTEXT, QUEUE_MAX, RUNNING_MAX, FieldCluster
+from tests.field.calls import LEFT, leave_all, open_call, wait_until, waiting_count
+from tests.field.field_cluster import CONTEXT, QUEUE_MAX, FieldCluster
 from tests.field.shared_specs import MIX
 
 pytestmark = pytest.mark.end_to_end
@@ -175,15 +176,19 @@ def test_a_body_over_the_limit_and_one_that_is_no_json(
 
 
 def test_a_full_queue_refuses_streams_before_they_begin(field: FieldCluster) -> None:
-    """More choices at once than run and wait: no matter what else there is, not all of them fit."""
+    """As many choices as may wait fit an empty queue only, and others wait already."""
+    busy: dict[str, Any] = {"n": QUEUE_MAX, "max_tokens": 100, "ignore_eos": True}
+    holder = open_call(field, "grpc", TEXT, **busy)
+    wait_until(lambda: waiting_count(field) > 0, "some wait")
     for path, body in (COMPLETION, CHAT):
-        wanted = body | {"n": 2 * (RUNNING_MAX + QUEUE_MAX)}
+        wanted = body | {"n": QUEUE_MAX}
         whole, streamed = (
             post(field, path, json.dumps(wanted | {"stream": stream}).encode())
             for stream in (False, True)
         )
         check_refused_alike(whole, streamed, 429)
         assert int(streamed.headers["retry-after"]) >= 1
+    assert leave_all([holder]) == [LEFT]
 
 
 def test_grpc_refuses_before_any_message(field: FieldCluster) -> None:

@@ -28,16 +28,19 @@ from tests.field.processes import control_plane_pid, is_running
 
 pytestmark = pytest.mark.end_to_end
 
-MODEL = FieldModel(Chain(), context=1024)
-ROOM = ("--context", "1024", "--kv-blocks", "256")
+MODEL = FieldModel(Chain(), context=2048)
+ROOM = ("--context", "2048", "--kv-blocks", "512")
 PAIR = ClusterSpec(MODEL, ("--groups", "1,1", *ROOM))
 SHORT_WINDOW = ClusterSpec(MODEL, (*ROOM, "--drain-deadline", "1"))
 LONG_WINDOW = ClusterSpec(MODEL, (*ROOM, "--drain-deadline", "60"))
 STREAMS = 4
 HALF_WAY = 40
-EXIT_S = 10.0
+MIDDLE_TOKENS = 500
+LONG_TOKENS = 2000
+"""More than fit into a window of a second."""
+EXIT_S = 15.0
 """Of a process that has nothing left to wait for; it includes workers that finish their step."""
-HURRIED_EXIT_S = 5.0
+HURRIED_EXIT_S = 8.0
 AT_ONCE_S = 2.0
 
 
@@ -131,8 +134,9 @@ def wait_for_exit(field: FieldCluster, deadline_s: float) -> None:
 def test_streams_outlive_a_worker_and_then_the_readiness(field_clusters: FieldClusters) -> None:
     with own_cluster(field_clusters, PAIR) as field:
         # A worker is told to go: what it computed goes on in the other group.
-        streams = Streams(field, 300)
-        pid = field.worker_pids()["chip1"]
+        streams = Streams(field, MIDDLE_TOKENS)
+        busiest = max(field.status().groups, key=lambda group: group.running)
+        pid = field.worker_pids()[busiest.ranks[0]]
         os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not is_running(pid), "the worker leaves", EXIT_S)
         assert field.http.get("/health").status_code == 200
@@ -140,7 +144,7 @@ def test_streams_outlive_a_worker_and_then_the_readiness(field_clusters: FieldCl
         assert sum(call.answer().failovers for call in streams.calls) >= 1
         wait_until(lambda: "(LEFT); it is not started again" in field.cluster.output(), "its exit")
         # Then the control plane: no new requests, but those that run go on to their end.
-        streams = Streams(field, 700)
+        streams = Streams(field, MIDDLE_TOKENS)
         os.kill(control_plane_pid(field), signal.SIGTERM)
         check_refuses(field)
         assert not any(call.is_over for call in streams.calls), "they were over before the refusal"
@@ -151,7 +155,7 @@ def test_streams_outlive_a_worker_and_then_the_readiness(field_clusters: FieldCl
 
 def test_what_is_not_done_in_the_window_ends_with_an_error(field_clusters: FieldClusters) -> None:
     with own_cluster(field_clusters, SHORT_WINDOW) as field:
-        streams = Streams(field, 990)
+        streams = Streams(field, LONG_TOKENS)
         began = time.monotonic()
         field.cluster.terminate()
         wait_for_exit(field, 1 + EXIT_S)
@@ -162,7 +166,7 @@ def test_what_is_not_done_in_the_window_ends_with_an_error(field_clusters: Field
 
 def test_a_second_signal_means_now(field_clusters: FieldClusters) -> None:
     with own_cluster(field_clusters, LONG_WINDOW, killed=True) as field:
-        streams = Streams(field, 990)
+        streams = Streams(field, LONG_TOKENS)
         workers = list(field.worker_pids().values())
         field.cluster.terminate()
         check_refuses(field)

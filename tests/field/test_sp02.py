@@ -58,9 +58,7 @@ def bad_fields(case: Case) -> set[str]:
 
 
 def is_greedy(case: Case) -> bool:
-    return (
-        case["temperature"] in GREEDY_TEMPERATURES or case["top_p"] < 0.01 or case["top_k"] == 1
-    )
+    return case["temperature"] in GREEDY_TEMPERATURES or case["top_p"] < 0.01 or case["top_k"] == 1
 
 
 def test_the_grid_has_every_cell() -> None:
@@ -84,9 +82,7 @@ def test_extreme_values_beside_a_greedy_request(
     assert drawn.ids != greedy.ids
 
     def ask_neighbour() -> Answer:
-        return field.ask(
-            protocol, NEIGHBOUR_PROMPT, max_tokens=NEIGHBOUR_TOKENS, ignore_eos=True
-        )
+        return field.ask(protocol, NEIGHBOUR_PROMPT, max_tokens=NEIGHBOUR_TOKENS, ignore_eos=True)
 
     def ask_case(case: Case) -> None:
         answer, bad = ask(field, protocol, case), bad_fields(case)
@@ -108,9 +104,7 @@ def test_extreme_values_beside_a_greedy_request(
 
 def ask(field: FieldCluster, protocol: str, case: Case) -> Answer | Refused:
     try:
-        return field.ask(
-            protocol, PROMPT, max_tokens=TOKENS, ignore_eos=True, seed=SEED, **case
-        )
+        return field.ask(protocol, PROMPT, max_tokens=TOKENS, ignore_eos=True, seed=SEED, **case)
     except Refused as refused:
         return refused
 

@@ -5,7 +5,8 @@ tokens, stop tokens and stop strings alike: none ends an answer before it has so
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field as dataclass_field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import grpc
@@ -61,8 +62,8 @@ class Reference:
             logits[token_id] += value
         for token_id in set(known):
             rate = self.repetition
-            logits[token_id] = logits[token_id] / rate if logits[token_id] > 0 else (
-                logits[token_id] * rate
+            logits[token_id] = (
+                logits[token_id] / rate if logits[token_id] > 0 else (logits[token_id] * rate)
             )
         for token_id in set(output):
             logits[token_id] -= self.presence + self.frequency * output.count(token_id)
@@ -138,9 +139,7 @@ def test_presence_counts_a_token_once(field: FieldCluster, protocol: str) -> Non
     prompt_ids = field.ids_of("x")
     first_turns = {0.0: [y, x, y, x], 0.5: [y, x, y, x], 1.5: [y, x, rival]}
     for presence, turns in first_turns.items():
-        answer = field.ask(
-            protocol, "x", max_tokens=8, logit_bias=bias, presence_penalty=presence
-        )
+        answer = field.ask(protocol, "x", max_tokens=8, logit_bias=bias, presence_penalty=presence)
         assert answer.ids[: len(turns)] == turns
         Reference(bias=bias, presence=presence).check(field, prompt_ids, answer.ids)
 
@@ -170,9 +169,7 @@ def test_min_tokens_holds_back_end_tokens(
     ended = field.ask(protocol, trigger, max_tokens=24, min_tokens=at - 1, **parameters)
     assert (len(ended.ids), ended.finish) == (at, "stop")
     for min_tokens in (at, 20):
-        answer = field.ask(
-            protocol, trigger, max_tokens=24, min_tokens=min_tokens, **parameters
-        )
+        answer = field.ask(protocol, trigger, max_tokens=24, min_tokens=min_tokens, **parameters)
         assert len(answer.ids) > min_tokens
         assert not set(ends) & set(answer.ids[:min_tokens])
         Reference(held_back=ends, min_tokens=min_tokens).check(field, prompt_ids, answer.ids)

@@ -76,9 +76,7 @@ def test_prompt_logprobs_say_null_for_it(
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, CHAT], ids=["text", "chat"])
-def test_grpc_says_minus_infinity(
-    field: FieldCluster, prompt: str | list[dict[str, str]]
-) -> None:
+def test_grpc_says_minus_infinity(field: FieldCluster, prompt: str | list[dict[str, str]]) -> None:
     answer = field.ask(
         "grpc", prompt, max_tokens=TOKENS, prompt_logprobs=TOPS, top_logprobs=TOPS, top_k=1
     )
@@ -119,9 +117,7 @@ def listed_tops(answer: Answer) -> list[list[float]]:
     """Log-probabilities of the likeliest tokens at each place."""
     if not isinstance(answer.raw[0], dict):
         return [list(top.logprobs) for message in answer.raw for top in message.top_tokens]
-    scores = [
-        choice.get("logprobs") or {} for part in answer.raw for choice in part["choices"]
-    ]
+    scores = [choice.get("logprobs") or {} for part in answer.raw for choice in part["choices"]]
     return [
         *(list(place.values()) for each in scores for place in each.get("top_logprobs") or []),
         *(

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from control_plane.intake import admin_server
 from control_plane.scheduling.messages import Condemn, Submit
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.control_plane.intake.fake_core import END, delta, until
@@ -87,6 +88,19 @@ async def test_debug_logits(start, core):
     assert (request.wants_logits, request.target_group, request.max_tokens) == (True, "g0", 1)
     assert request.sampling.temperature == 0
     assert {unknown.value.code(), empty.value.code()} == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+async def test_no_object_is_made_of_ids_far_too_many(start, core, monkeypatch):
+    def never(*_):
+        raise AssertionError("a tuple was made of them")
+
+    monkeypatch.setattr(admin_server, "TokenPrompt", never)
+    async with start(debug_api=True) as s:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await admin(s).DebugLogits(admin_pb2.DebugLogitsRequest(token_ids=[5] * 500_000))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("prompt: 500000 tokens leave no room")
+    assert core.of(Submit) == []
 
 
 async def test_debug_logits_is_off_by_default(start):

@@ -1,10 +1,13 @@
 """Validation, shared by both protocols: every refusal names the field, the limit and the remedy."""
 
+import struct
 import threading
 import time
+from dataclasses import replace
 from random import Random
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from control_plane.config import SchedulingConfig
@@ -111,6 +114,10 @@ async def test_everything_asked_is_carried(make):
     assert (choice.ends.min_tokens, choice.ends.output_tokens_max) == (3, 9)
 
 
+def float32(value):
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "changed"),
     [
@@ -125,6 +132,9 @@ async def test_everything_asked_is_carried(make):
         ({"top_p": 0}, {"top_p": 0.0}),
         ({"min_p": 1}, {"min_p": 1.0}),
         ({"repetition_penalty": 100}, {"repetition_penalty": 100.0}),
+        # What gRPC's float32 makes of 0.00001 and 0.000001 is in the range, too.
+        ({"temperature": float32(1e-5)}, {"temperature": float32(1e-5)}),
+        ({"repetition_penalty": float32(1e-6)}, {"repetition_penalty": float32(1e-6)}),
         ({"min_tokens": 10**30}, {"min_tokens": 254, "suppressed_ids": (END, OTHER_END)}),
     ],
 )
@@ -155,7 +165,7 @@ REFUSALS = [
     ({"prompts": (TextPrompt("a"), TextPrompt(""))}, "prompt", r"prompt\[1\]: is empty"),
     ({"prompts": (TextPrompt("a"), TokenPrompt((300,)))}, "prompt", r"prompt\[1\]: token id 300"),
     ({"prompts": (TextPrompt("x" * 256), TextPrompt("a"))}, "prompt", r"prompt\[0\]: 256 tokens"),
-    ({"prompts": (TextPrompt("a"),) * 129}, "prompt", "129 prompts are more than 128"),
+    ({"prompts": (TextPrompt("a"),) * 129}, "prompt", "129 prompts are more than the 128"),
     ({"n": 0}, "n", "0 is not at least 1"),
     ({"n": 129}, "n", "129 choices .* 1 prompts .* 128"),
     ({"prompts": (TextPrompt("a"),) * 3, "n": 43}, "n", "at most 42"),
@@ -278,6 +288,107 @@ async def test_n_choices_of_every_prompt(make):
     assert [each.output_ids for each in requests] == [(), (1,), (2, 3), ()]
 
 
+async def test_only_the_first_choice_of_a_prompt_scores_it(make):
+    admitted = await make().admit(
+        "r", wanting(TextPrompt("ab"), TokenPrompt((7, 8)), n=3, prompt_top_tokens=2)
+    )
+    requests = [choice.request for choice in admitted.choices]
+    assert [each.prompt_top_tokens for each in requests] == [2, None, None] * 2
+    assert [each.use_prefix_cache for each in requests] == [False, True, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_top_tokens": 2}, "prompt_logprobs"),
+        ({"prompt_top_tokens": 2, "n": 3}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": True, "top_tokens": 2}, "logprobs"),
+    ],
+)
+async def test_scores_of_all_prompts_are_bounded_whatever_n_is(make, fields, field):
+    wanted = wanting(TextPrompt("abcd"), TokenPrompt((7, 8)), **fields)
+    await make(prompt_scores_max=18).admit("r", wanted)
+    said = f"^{field}: 6 prompt tokens with 3 log-probabilities each are more than the 17 .*; send"
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        await make(prompt_scores_max=17).admit("r", wanted)
+    assert caught.value.field == field
+    await make(prompt_scores_max=17).admit("r", wanting(TextPrompt("abcd" * 60), echo=True))
+
+
+@pytest.mark.parametrize(
+    ("most", "too_many", "field", "said"),
+    [
+        ({"n": 8}, {"n": 9}, "n", "9 choices of 1 prompts are more than the 8"),
+        ({"prompts": 4, "n": 2}, {"prompts": 3, "n": 3}, "n", "send at most 2"),
+        ({"prompts": 8}, {"prompts": 9}, "prompt", "9 prompts are more than the 8"),
+    ],
+)
+async def test_what_the_queue_can_never_hold_is_not_asked_to_try_again(
+    make, most, too_many, field, said
+):
+    admission = make(scheduling=SchedulingConfig(queue_requests_max=8))
+
+    async def admit(prompts=1, **fields):
+        return await admission.admit("r", wanting(*[TextPrompt("hi")] * prompts, **fields))
+
+    await admit(**most)
+    with pytest.raises(InvalidRequest, match=f"^{field}: .*{said}") as caught:
+        await admit(**too_many)
+    assert caught.value.field == field
+
+
+async def test_tokens_the_queue_can_never_hold(make):
+    admission = make(scheduling=SchedulingConfig(queue_tokens_max=12))
+    await admission.admit("r", wanting(TextPrompt("abcd"), n=3))
+    await admission.admit("r", wanting(TextPrompt("abcd"), n=9, max_tokens=0, echo=True))
+    said = "^prompt: 16 tokens in 4 choices are more than the 12 that may wait .* lower n"
+    for fields in ({}, {"prompt_top_tokens": 0}):
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            await admission.admit("r", wanting(TextPrompt("abcd"), n=4, **fields))
+        assert caught.value.field == "prompt"
+    resumed = wanting(TextPrompt("abcde"), n=2, resume_output_ids=((), (1, 2, 3)))
+    with pytest.raises(InvalidRequest, match=r"^prompt: 13 tokens in 2 choices"):
+        await admission.admit("r", resumed)
+    with pytest.raises(InvalidRequest) as caught:
+        await admission.admit("r", wanting(ChatPrompt(({"role": "u", "content": "hello"},))))
+    assert caught.value.field == "messages"
+
+
+async def test_a_text_whose_tokens_the_model_does_not_have(tiny_model):
+    made = tiny_intake(replace(tiny_model, vocabulary_size=257))
+    said = r"^prompt: its text '<\|im_end\|>' is token 257, .* 0 to 256; leave that text out"
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        await made.admission.admit("r", wanting(TextPrompt("hi<|im_end|>you")))
+    assert caught.value.field == "prompt"
+    with pytest.raises(InvalidRequest, match=r"^prompt\[1\]: its text"):
+        await made.admission.admit("r", wanting(TextPrompt("hi"), TextPrompt("<|endoftext|>")))
+    with pytest.raises(InvalidRequest, match=r"^messages: its text '<\|im_end\|>'"):
+        await made.admission.admit("r", wanting(ChatPrompt(({"role": "u", "content": "x"},))))
+    # Stop strings only name them: such a token cannot be drawn, so it ends nothing.
+    stops = ("<|im_end|>", "<|im_start|>")
+    choice = await only(made.admission, TextPrompt("hi<|im_start|>"), stop=stops, min_tokens=1)
+    assert choice.ends.stop_ids == {256}
+    assert choice.request.sampling.suppressed_ids == (256,)
+    made.pool.close()
+
+
+async def test_others_get_a_turn_while_many_prompts_are_looked_at(make):
+    admission, turns = make(), 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count_turns)
+        await admission.admit("r", wanting(*[TokenPrompt((1,) * 255)] * 128))
+        turns_meanwhile = turns
+        tasks.cancel_scope.cancel()
+    assert turns_meanwhile
+
+
 async def test_a_stop_string_that_names_a_special_token_stops_at_its_id(make):
     ends = (await only(make(), stop=("<|im_start|>", "x"), ignore_eos=True)).ends
     assert ends.stop_ids == {256}
@@ -330,17 +441,19 @@ async def test_prompts_that_wait_for_a_thread_are_bounded(make, monkeypatch):
 
 
 async def test_a_call_refused_for_one_prompt_leaves_nothing_behind(tiny_model, monkeypatch):
-    encode = Tokenizer.encode
+    encode, released = Tokenizer.encode, threading.Event()
 
-    def slow(*arguments, **options):
-        time.sleep(0.005)
+    def held(*arguments, **options):
+        assert released.wait(60), "nobody released the threads"
         return encode(*arguments, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", slow)
+    monkeypatch.setattr(Tokenizer, "encode", held)
     made = tiny_intake(tiny_model, pieces_max=4, threads_count=2)
     for _ in range(3):
+        released.clear()
         with pytest.raises(QueueFull):
             await made.admission.admit("r", wanting(*[TextPrompt("hi")] * 5))
+        released.set()
         await until(lambda: made.budget.pieces_count == 0)
         with pytest.raises(InvalidRequest):
             await made.admission.admit("r", wanting(*[TextPrompt("a\ud800")] * 3))

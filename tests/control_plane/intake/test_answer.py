@@ -9,7 +9,7 @@ from control_plane.intake.answer import Answer
 from control_plane.intake.stop_matcher import StopStrings
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.request import FinishReason, Request, Sampling
-from tests.control_plane.intake.fake_core import END, delta, likeliest, scores
+from tests.control_plane.intake.fake_core import END, FACTS, delta, likeliest, scores
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -171,6 +171,20 @@ def test_an_answer_resumed_at_the_core_s_limit_ends_at_once(make):
     assert (answer.finish_reason, answer.computed_count) == (LENGTH, 3)
 
 
+def test_what_was_held_back_at_the_core_s_limit_comes_without_tokens(make):
+    answer = make(output_ids=tuple(b"xab"), stop=("abc",))
+    answer.accept(3)
+    piece = answer.take_piece()
+    assert (piece.text, piece.texts, piece.token_ids) == ("ab", (), ())
+    assert piece.finish_reason is LENGTH
+
+
+def test_the_text_of_each_token_is_what_it_makes_certain(make):
+    answer = make(stop=("abc",), tokens_max=6)
+    tell(answer, "xabdab")
+    assert answer.take_piece().texts == ("x", "", "", "abd", "", "ab")
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_a_resumed_answer_goes_on_as_if_nothing_had_happened(make, seed):
     random = Random(seed)
@@ -180,6 +194,8 @@ def test_a_resumed_answer_goes_on_as_if_nothing_had_happened(make, seed):
     whole = make(**settings)
     tell(whole, raw)
     expected = whole.take_piece()
+    assert len(expected.texts) == len(expected.token_ids)
+    assert "".join(expected.texts) == expected.text
 
     cut = random.randint(0, whole.count - 1)
     before = make(**settings)
@@ -188,6 +204,8 @@ def test_a_resumed_answer_goes_on_as_if_nothing_had_happened(make, seed):
     tell(after, raw[cut:])
     rest = after.take_piece()
     assert before.take_piece().text + rest.text == expected.text
+    # A piece that was cut between two messages can be resumed there, too.
+    assert "".join(expected.texts[:cut]) + rest.text == expected.text
     assert (rest.first_index, rest.token_ids) == (cut, expected.token_ids[cut:])
     assert rest.finish_reason is expected.finish_reason
 
@@ -224,6 +242,7 @@ def test_where_nothing_is_to_be_drawn_only_the_scores_are_waited_for(make, setti
     tell_scores(answer)
     assert answer.complete
     assert tell(answer, "z", first_index=0) == 0
+    assert answer.facts == FACTS
     piece = answer.take_piece()
     assert (piece.token_ids, piece.text, len(piece.prompt_deltas)) == ((), "", 1)
     assert piece.finish_reason is not None

@@ -4,6 +4,7 @@ import threading
 from random import Random
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from control_plane.errors import (
@@ -359,6 +360,29 @@ async def test_whatever_happens_every_choice_ends_once_in_the_core(tiny_model, s
     made.pool.close()
 
 
+@pytest.mark.parametrize("fields", [{}, {"echo": True, "max_tokens": 0}])
+async def test_others_get_a_turn_between_many_choices_and_may_cancel(book, events, made, fields):
+    opened = []
+    wanted = wanting(*[TokenPrompt((1,) * 255)] * 4, n=32, **fields)
+
+    async def call() -> None:
+        with book.open("r", "http") as generation:
+            opened.append(generation)
+            with pytest.raises(RequestCancelled, match="enough"):
+                await generation.start(wanted)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        while not (opened and list(opened[0].core_ids)):
+            await anyio.lowlevel.checkpoint()
+        assert book.cancel("r", "enough")
+    requests = submitted(events)
+    assert (0 < len(requests) < 128) != bool(fields)
+    cancelled = [event.request_id for event in events if isinstance(event, Cancel)]
+    assert sorted(cancelled) == sorted(each.request_id for each in requests)
+    assert [call[0] for call in made.metrics.of("request_finished")] == ["CANCELLED"]
+
+
 # -------------------------------------------------------------------- scores, no output
 
 
@@ -495,6 +519,26 @@ async def test_flushes_are_answered_in_order_also_when_a_caller_left(book, event
 
 
 # -------------------------------------------------------------------- what is measured
+
+
+@pytest.mark.parametrize("held", [(), (END,)])
+async def test_usage_and_metrics_agree_on_what_a_prompt_cost(book, events, made, held):
+    """The first choice that is computed stands for its prompt, whichever speaks first."""
+
+    def say(request, cached_tokens) -> None:
+        facts = RequestFacts("g0", cached_tokens=cached_tokens)
+        book.deliver(Tokens((TokenDelta(request.request_id, 0, (END,), (), facts),)))
+
+    with book.open("r", "grpc") as generation:
+        await generation.start(wanting(TextPrompt("abc"), n=3, resume_output_ids=(held,)))
+        first, *others = submitted(events)
+        for cached_tokens, request in enumerate([*others, first], 1):
+            say(request, cached_tokens)
+        pieces = await all_of(generation)
+    expected = 1 + len(others)
+    usage = next(piece.usage for piece in pieces if piece.usage is not None)
+    assert (usage.prompt_tokens, usage.cached_tokens) == (3, expected)
+    assert made.metrics.of("prompt_tokens") == [(3, expected)]
 
 
 async def test_times_and_counts(book, events, made):

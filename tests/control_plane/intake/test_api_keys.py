@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.errors import Unauthenticated
-from control_plane.intake.api_keys import ApiKeys
+from control_plane.intake.api_keys import ApiKeys, is_key
 
 KEYS = ApiKeys(("first-key", "second-key"))
 
@@ -45,3 +45,19 @@ def test_anything_else_is_refused_without_repeating_it(header):
 @pytest.mark.parametrize("header", [None, "", "Bearer anything"])
 def test_without_keys_everybody_may(header):
     ApiKeys(()).check(header)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("k", True),
+        ("sk-!~_AZ09", True),
+        ("", False),
+        ("two words", False),
+        ("schl\u00fcssel", False),
+        ("tab\t", False),
+        ("delete\x7f", False),
+    ],
+)
+def test_a_key_is_what_a_header_can_carry(text, expected):
+    assert is_key(text) is expected

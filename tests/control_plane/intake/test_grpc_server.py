@@ -22,6 +22,8 @@ from control_plane.errors import (
     ServiceUnavailable,
     WorkerFailure,
 )
+from control_plane.intake import wire
+from control_plane.intake.answer_piece import AnswerPiece
 from control_plane.intake.front import Intake
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.metrics import Metrics
@@ -310,6 +312,46 @@ async def test_no_message_is_larger_than_the_limit(start, core, tiny_model):
     assert sum(len(part.top_tokens) for part in scores) == len(places)
     assert joined(pieces, 0) == ("A" * 500, [65] * 500, [2])
     assert sum(len(piece.top_tokens) for piece in pieces) == 500
+
+
+async def test_an_answer_may_be_resumed_behind_any_of_its_messages(start, core, tiny_model):
+    """A reader that fell behind gets several messages at once, and may lose the later ones."""
+    said = "one \u00e9 two \U0001f44d three STOP four " * 25
+    raw = said.encode()
+    stop = {"stop": ["STOP x"]}
+
+    def script(request):
+        held = len(request.output_ids)
+        return [delta(request, held, [*raw[held:], END])]
+
+    core.script = script
+    large = replace(tiny_model, context_tokens=8192)
+    async with start(large, client_message_bytes_max=4000) as s:
+        pieces = await answer(s, prompt="hi", sampling=stop)
+        assert len(pieces) > 5
+        assert max(piece.ByteSize() for piece in pieces) <= 4000
+        for read in range(len(pieces)):
+            held = [each for piece in pieces[:read] for each in piece.token_ids]
+            rest = await answer(s, prompt="hi", sampling=stop, resume_output_ids=[{"ids": held}])
+            text = "".join(piece.text for piece in [*pieces[:read], *rest])
+            assert text == said, read
+
+
+async def test_long_texts_of_few_tokens_are_divided_too():
+    texts = ("x" * 300, "y" * 300, "", "\u00e9" * 200, "z")
+    piece = AnswerPiece(0, 4, tuple(range(5)), "".join(texts), texts)
+    messages = wire.generate_responses(piece, None, 4000)
+    assert [list(message.token_ids) for message in messages] == [[0], [1], [2, 3, 4]]
+    assert [message.first_index for message in messages] == [4, 5, 6]
+    assert [message.text for message in messages] == [*texts[:2], "".join(texts[2:])]
+
+
+async def test_a_call_that_is_refused_at_once_is_no_cancelled_one(start):
+    async with start() as s:
+        await refusal(s, prompt_ids={"ids": [5] * 5000})
+        text = s.metrics.expose()[0].decode()
+    assert 'polychip_request_failures_total{reason="INVALID_REQUEST"} 1.0' in text
+    assert 'polychip_request_failures_total{reason="CANCELLED"} 0.0' in text
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_next_is_served(start):

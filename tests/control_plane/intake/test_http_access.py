@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import suppress
 
 import anyio
 import httpx
@@ -10,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import QueueFull
+from control_plane.intake import http_body
+from control_plane.intake.byte_budget import ReadBudget
 from control_plane.intake.http_body import BodyReader, BodyTooLarge
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.scheduling.messages import Cancel, Submit
@@ -158,18 +161,75 @@ async def test_bytes_are_given_back_however_reading_ends(last):
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    reader = BodyReader(ControlPlaneConfig(model_path="", intake_bytes_max=100))
+    budget = ReadBudget(100)
+    reader = BodyReader(ControlPlaneConfig(model_path="", intake_bytes_max=100), budget)
     request = Request({"type": "http", "headers": []}, receive)
     if last == "end":
         with await reader.read(request) as body:
-            assert (len(body.raw), reader.bytes_held) == (90, 90)
+            assert len(body.raw) == 90
+            budget.check(10)
             with pytest.raises(QueueFull) as caught:
-                reader.check_room(11)
+                budget.check(11)
             assert caught.value.retry_after_s is not None
     else:
         with pytest.raises((ClientDisconnect, BodyTooLarge)):
             await reader.read(request)
-    assert reader.bytes_held == 0
+    budget.check(100)
+
+
+# ---------------------------------------------------------------- bodies that take their time
+
+
+async def _drip(client, until_s: float) -> None:
+    """A byte now and then, and never the end."""
+    with anyio.move_on_after(until_s), suppress(anyio.BrokenResourceError):
+        while True:
+            await client.send(b" ")
+            await anyio.sleep(0.05)
+
+
+async def _answer_to_a_drip(s, head: bytes) -> bytes:
+    """What a client reads that sends on and on; the connection must be closed after it."""
+    client = await _send(s, head)
+    received = b""
+    with anyio.fail_after(8):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_drip, client, 8)
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    received += await client.receive()
+            tasks.cancel_scope.cancel()
+    await client.aclose()
+    return received
+
+
+async def test_a_body_has_a_deadline_however_steadily_it_comes(start, core):
+    async with start(body_deadline_s=0.4, intake_bytes_max=2000) as s:
+        received = await _answer_to_a_drip(s, head_of(1500) + b" " * 1000)
+        assert b" 408 " in received.splitlines()[0]
+        assert b"BODY_STALLED" in received
+        assert b"within 0.4 s" in received
+        assert b"connection: close" in received.lower()
+        # What it held is free again.
+        full = await s.http.post("/v1/completions", content=b'{"prompt": "hi"}' + b" " * 1500)
+        assert full.status_code == 200
+    assert len(core.of(Submit)) == 1
+
+
+REFUSED_HEADS = [
+    head_of(1500),  # without a key
+    head_of(50_000, "authorization: Bearer right"),
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5dc\r\n",
+]
+
+
+@pytest.mark.parametrize("head", REFUSED_HEADS, ids=["no key", "too large", "no key, chunked"])
+async def test_a_refused_body_is_not_waited_for_long(start, head, monkeypatch):
+    monkeypatch.setattr(http_body, "DROP_DEADLINE_S", 0.3)
+    async with start(api_keys=("right",), http_body_bytes_max=2000) as s:
+        received = await _answer_to_a_drip(s, head)
+    assert (b" 413 " if b"right" in head else b" 401 ") in received.splitlines()[0]
+    assert b"connection: close" in received.lower()
 
 
 # ---------------------------------------------------------------- clients that leave

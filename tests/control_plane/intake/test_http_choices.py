@@ -2,10 +2,13 @@
 
 import json
 import math
+import threading
+from dataclasses import replace
 
 import pytest
 
 from control_plane.errors import WorkerFailure
+from control_plane.intake.http_format import AnswerFormat
 from control_plane.scheduling.messages import (
     Cancel,
     End,
@@ -97,7 +100,7 @@ async def test_prompts_times_choices(start, core, prompts):
         whole = strict((await s.http.post("/v1/completions", json=ask)).text)
         chunks = events(await s.http.post("/v1/completions", json=ask | {"stream": True}))
     assert [c["text"] for c in whole["choices"]] == ["a0", "a1", "b0", "b1"]
-    assert [c["prompt_token_ids"] for c in whole["choices"]] == [[97], [97], [98], [98]]
+    assert [c.get("prompt_token_ids") for c in whole["choices"]] == [[97], None, [98], None]
     assert whole["usage"]["prompt_tokens"] == 2
     assert texts_by_index(chunks)[0] == {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
 
@@ -241,19 +244,20 @@ async def test_prompt_logprobs(start, core):
         ask = {"prompt": "pqr", "prompt_logprobs": 1, "n": 2}
         completion = strict((await s.http.post("/v1/completions", json=ask)).text)
         conversation = strict((await s.http.post("/v1/chat/completions", json=chat)).text)
-    for choice in completion["choices"]:
-        assert choice["logprobs"] is None
-        assert choice["prompt_logprobs"] == [
-            None,
-            {
-                "113": {"logprob": -1.0, "decoded_token": "q"},
-                "112": {"logprob": -0.1, "decoded_token": "p", "rank": 1},
-            },
-            {
-                "114": {"logprob": -1.0, "decoded_token": "r"},
-                "112": {"logprob": -0.1, "decoded_token": "p", "rank": 1},
-            },
-        ]
+    first, second = completion["choices"]
+    assert first["logprobs"] is second["logprobs"] is None
+    assert "prompt_logprobs" not in second
+    assert first["prompt_logprobs"] == [
+        None,
+        {
+            "113": {"logprob": -1.0, "decoded_token": "q"},
+            "112": {"logprob": -0.1, "decoded_token": "p", "rank": 1},
+        },
+        {
+            "114": {"logprob": -1.0, "decoded_token": "r"},
+            "112": {"logprob": -0.1, "decoded_token": "p", "rank": 1},
+        },
+    ]
     scores = conversation["prompt_logprobs"]
     assert len(scores) == conversation["usage"]["prompt_tokens"]
     assert scores[1]["113"] == {"logprob": None, "decoded_token": "q", "rank": 2}
@@ -267,6 +271,73 @@ async def test_echo_and_prompt_logprobs_want_different_numbers(start, core):
     (choice,) = body["choices"]
     assert set(choice["logprobs"]["top_logprobs"][1]) == {"p", "q"}
     assert [each and set(each) for each in choice["prompt_logprobs"]] == [None, {"113"}, {"114"}]
+
+
+async def test_every_choice_of_an_echo_has_the_scores_of_its_prompt(start, core):
+    core.script = scoring
+    ask = {"prompt": ["pqr", "st"], "n": 3, "echo": True, "logprobs": 1, "max_tokens": 3}
+    async with start() as s:
+        whole = strict((await s.http.post("/v1/completions", json=ask)).text)
+        chunks = events(await s.http.post("/v1/completions", json=ask | {"stream": True}))
+    scored = [event.request.prompt_top_tokens for event in core.of(Submit)]
+    assert scored == [1, None, None] * 4
+    for index, choice in enumerate(whole["choices"]):
+        prompt = ask["prompt"][index // 3]
+        assert choice["text"] == prompt + "hé"
+        assert choice["logprobs"]["tokens"][: len(prompt)] == list(prompt)
+        assert (
+            choice["logprobs"]["token_logprobs"][: len(prompt)] == [None, -1.0, -1.0][: len(prompt)]
+        )
+        parts = [e["choices"][0] for e in chunks if e["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][name]] == values
+
+
+async def test_choices_that_only_echo_a_scored_prompt(start, core):
+    core.script = scoring
+    ask = {"prompt": "pqr", "n": 2, "echo": True, "logprobs": 0, "max_tokens": 0}
+    async with start() as s:
+        whole = strict((await s.http.post("/v1/completions", json=ask)).text)
+        chunks = events(await s.http.post("/v1/completions", json=ask | {"stream": True}))
+    assert len(core.of(Submit)) == 2  # one of each call
+    for choices in (whole["choices"], [chunk["choices"][0] for chunk in chunks]):
+        assert sorted(choice["index"] for choice in choices) == [0, 1]
+        for choice in choices:
+            assert (choice["text"], choice["finish_reason"]) == ("pqr", "length")
+            assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [{"return_token_ids": True}, {"echo": True}, {"logprobs": 5}],
+    ids=["ids", "text", "scores"],
+)
+async def test_large_answers_are_written_in_threads(
+    start, core, tiny_model, monkeypatch, stream, more
+):
+    """Whatever it is that makes them large."""
+    threads = set()
+
+    def recording(self, *arguments):
+        threads.add(threading.get_ident())
+        return common(self, *arguments)
+
+    common = AnswerFormat._common
+    core.script = lambda request: [delta(request, 0, [*b"x" * 1500, END])]
+    core.tokens_max = 10**6
+    large = replace(tiny_model, context_tokens=10**6)
+    ask = {"prompt": "p" * 40_000, "n": 3, "max_tokens": 2000, "stream": stream} | more
+    async with start(large) as s:
+        monkeypatch.setattr(AnswerFormat, "_common", recording)
+        r = await s.http.post("/v1/completions", json=ask)
+        choices = [c["choices"][0] for c in events(r)] if stream else strict(r.text)["choices"]
+    assert sorted(choice["index"] for choice in choices) == [0, 1, 2]
+    for choice in choices:
+        assert choice["text"] == ("p" * 40_000 if "echo" in more else "") + "x" * 1500
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize("stream", [False, True])

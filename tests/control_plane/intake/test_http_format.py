@@ -7,13 +7,19 @@ import pytest
 
 from control_plane.intake.admitted import Admitted, AdmittedChoice, Ends
 from control_plane.intake.answer_piece import AnswerPiece, Usage
-from control_plane.intake.http_format import ChatFormat, CompletionFormat
-from control_plane.intake.http_schema import AnswerShape
+from control_plane.intake.detokenizer import Detokenizer
+from control_plane.intake.generation_input import GenerationInput
+from control_plane.intake.http_chat import ChatFormat
+from control_plane.intake.http_completion import CompletionFormat
+from control_plane.intake.http_logprobs import TextOffsets
+from control_plane.intake.http_schema import HttpCall
+from control_plane.intake.model_files import TokenizerJson
 from control_plane.intake.stop_matcher import StopStrings
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.request import FinishReason, Request, Sampling
 from control_plane.scheduling.messages import PromptDelta, PromptScores, TopTokens
 from tests.control_plane.intake.fake_core import END, START
+from tests.fakes.field_tokenizers import FieldTokenizer
 
 USAGE = Usage(3, 4, 0, "g0", 0, 0, 5)
 ENDS = Ends(frozenset(), StopStrings(()), 0, 100)
@@ -25,7 +31,8 @@ def tokenizer(tiny_model):
 
 
 def admitted(*prompts, n=1, echo=False, prompt_top_tokens=None):
-    """prompts: token ids, which are bytes; the text of an echo is what they say."""
+    """prompts: token ids, which are bytes; the text of an echo is what they say. The first choice
+    of each is the one that scores it."""
     choices = []
     for prompt_index, prompt in enumerate(prompts):
         for choice in range(n):
@@ -33,7 +40,7 @@ def admitted(*prompts, n=1, echo=False, prompt_top_tokens=None):
                 f"x/{len(choices)}",
                 tuple(prompt),
                 Sampling(0.0, 5, choice=choice),
-                prompt_top_tokens=prompt_top_tokens,
+                prompt_top_tokens=None if choice else prompt_top_tokens,
             )
             text = bytes(i for i in prompt if i < 256).decode() if echo else None
             choices.append(AdmittedChoice(len(choices), prompt_index, request, ENDS, text))
@@ -61,13 +68,16 @@ def strict(raw):
 
 
 def whole(layout, pieces):
-    return strict(layout.whole(pieces))
+    for each in pieces:
+        layout.gather(each)
+    return strict(b"".join(layout.whole()))
 
 
 def events(layout, pieces):
     raw = b"".join(
-        layout.chunk(each) + (layout.last_chunks(each.usage) if each.usage else b"")
+        layout.chunk(ready) + (layout.last_chunks(ready.usage) if ready.usage else b"")
         for each in pieces
+        for ready in layout.ready(each)
     )
     blocks = raw.decode().split("\n\n")
     assert blocks.pop() == ""
@@ -85,12 +95,23 @@ MIXED = [
 ]
 
 
+def call(*, logprobs=False, top_logprobs=None, prompt_logprobs=None, echo=False, **shape):
+    wanted = GenerationInput(
+        (),
+        logprobs=logprobs,
+        top_tokens=top_logprobs,
+        prompt_top_tokens=prompt_logprobs,
+        echo=echo,
+    )
+    return HttpCall(wanted, **shape)
+
+
 def completion(tokenizer, who, **shape):
-    return CompletionFormat(who, AnswerShape(**shape), "tiny", 9, tokenizer)
+    return CompletionFormat(who, call(**shape), "tiny", 9, tokenizer)
 
 
 def chat(tokenizer, who, **shape):
-    return ChatFormat(who, AnswerShape(**shape), "tiny", 9, tokenizer)
+    return ChatFormat(who, call(**shape), "tiny", 9, tokenizer)
 
 
 def test_choices_of_a_completion_by_index(tokenizer):
@@ -285,6 +306,106 @@ def test_echo_of_the_prompt_alone(tokenizer, prompt_top_tokens):
             assert choice["logprobs"]["top_logprobs"] is None
 
 
+SHARED = [
+    piece(1, "x", logprobs=(-3.0,)),
+    piece(0, prompt_deltas=(PROMPT_SCORES[0],)),
+    piece(3, "q", logprobs=(-3.0,)),
+    piece(1, "y", first=1, logprobs=(-4.0,), end=LENGTH),
+    piece(2, "z", logprobs=(-5.0,), prompt_deltas=tuple(PROMPT_SCORES), end=STOP),
+    piece(0, prompt_deltas=(PROMPT_SCORES[1],)),
+    piece(0, "c", logprobs=(-6.0,), end=STOP),
+    piece(3, "r", first=1, logprobs=(-4.0,), end=STOP, last=True),
+]
+"""Two prompts, two choices each. Only the first choice of a prompt has its scores, and some of the
+others are ahead of it."""
+
+
+def test_the_choices_of_a_prompt_share_its_scores(tokenizer):
+    who = admitted(PROMPT, PROMPT, n=2, echo=True, prompt_top_tokens=2)
+    shape = {"echo": True, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    choices = whole(completion(tokenizer, who, **shape, prompt_logprobs=1), SHARED)["choices"]
+    assert [c["text"] for c in choices] == ["abc", "abxy", "abz", "abqr"]
+    for choice in choices:
+        assert choice["logprobs"]["token_logprobs"][:3] == [None, -1.0, None]
+        assert choice["logprobs"]["tokens"][:3] == ["<|im_start|>", "a", "b"]
+        assert choice["logprobs"]["top_logprobs"][:2] == [None, {"a": -1.0, "b": -1.5}]
+    # What is said of the prompt itself is said once.
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        assert [name in choice for choice in choices] == [True, False, True, False]
+    assert choices[0]["prompt_logprobs"] == choices[2]["prompt_logprobs"]
+
+
+def test_a_streamed_choice_waits_until_its_prompt_is_scored(tokenizer):
+    who = admitted(PROMPT, PROMPT, n=2, echo=True, prompt_top_tokens=2)
+    shape = {"echo": True, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    chunks = [
+        chunk["choices"][0]
+        for chunk in events(completion(tokenizer, who, **shape, streamed=True), SHARED)
+    ]
+    # What had to wait comes as one chunk of each choice, and those of the other prompt go on.
+    assert [(c["index"], c["text"]) for c in chunks] == [
+        (3, "abq"),
+        (2, "abz"),
+        (1, "abxy"),
+        (0, "ab"),
+        (0, "c"),
+        (3, "r"),
+    ]
+    assert [c["finish_reason"] for c in chunks] == [None, "stop", "length", None, "stop", "stop"]
+    said = [c.get("prompt_token_ids") for c in chunks]
+    assert said == [None, PROMPT, None, PROMPT, None, None]
+    choices = whole(completion(tokenizer, who, **shape), SHARED)["choices"]
+    for choice in choices:
+        parts = [c for c in chunks if c["index"] == choice["index"]]
+        for name, values in choice["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][name]] == values
+
+
+def test_without_scores_no_choice_waits(tokenizer):
+    who = admitted(b"p", n=2, echo=True)
+    pieces = [piece(1, "x"), piece(1, "y", first=1, end=STOP), piece(0, "", end=STOP, last=True)]
+    chunks = events(completion(tokenizer, who, echo=True, streamed=True), pieces)
+    said = [(c["index"], c["text"]) for chunk in chunks for c in chunk["choices"]]
+    assert said == [(1, "px"), (1, "y"), (0, "p")]
+
+
+def test_a_whole_answer_comes_choice_by_choice(tokenizer):
+    layout = completion(tokenizer, admitted(b"p", n=3), return_token_ids=True)
+    for each in MIXED:
+        layout.gather(each)
+    head, *choices, tail = layout.whole()
+    assert head.endswith(b'"choices":[')
+    assert [strict(choice.lstrip(b","))["index"] for choice in choices] == [0, 1, 2]
+    assert "usage" in strict(b"{" + tail.removeprefix(b"],"))
+
+
+MANY = 10_000
+SIZES = [
+    ({}, 0),
+    ({"return_token_ids": True}, MANY),
+    ({"logprobs": True}, MANY),
+    ({"logprobs": True, "top_logprobs": 4, "return_token_ids": True}, 6 * MANY),
+]
+
+
+@pytest.mark.parametrize(("shape", "entries"), SIZES)
+def test_all_that_takes_time_to_write_counts(tokenizer, shape, entries):
+    short = admitted(b"p", n=2)
+    answer = piece(1, "", ids=[65] * MANY, end=STOP)
+    layout = completion(tokenizer, short, **shape)
+    assert entries <= layout.chunk_size(answer) < entries + 10
+    layout.gather(answer)
+    layout.gather(piece(0, "x" * 100_000, ids=[], end=STOP, last=True))
+    assert layout.whole_size > entries + 1000
+    # Its prompt, where the choice begins with it.
+    long = admitted([65] * MANY, n=2, echo=True, prompt_top_tokens=4)
+    layout = completion(tokenizer, long, **shape)
+    assert layout.chunk_size(piece(1, "")) > 100 + ((entries - MANY) if "logprobs" in shape else 0)
+    ids_count = MANY if "return_token_ids" in shape else 0
+    first, other = layout.chunk_size(piece(0, "")), layout.chunk_size(piece(1, ""))
+    assert first - other == ids_count
+
+
 def test_a_prompt_of_one_token_has_no_scores(tokenizer):
     who = admitted(b"p", echo=True, prompt_top_tokens=1)
     pieces = [piece(0, "h", ids=[104], logprobs=(-0.5,), tops=TOPS[:1], end=STOP, last=True)]
@@ -321,3 +442,24 @@ def test_offsets_count_characters(tokenizer):
     logprobs = whole(layout, [answer])["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "1"]
     assert logprobs["text_offset"] == [0, 0, 1]
+
+
+def test_offsets_where_a_prompt_ends_within_a_character(tokenizer):
+    """The character is complete with the first token of the answer, and part of its text."""
+    offsets = TextOffsets(tokenizer, "é".encode()[:1], "")
+    assert offsets.of(["é".encode()[1], *b"ab"]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("prompt", ["", "The fox"])
+def test_offsets_of_a_tokenizer_that_puts_a_space_first(prompt, tmp_path):
+    """They are places in the text that the same tokens give as an answer."""
+    path = tmp_path / "tokenizer.json"
+    FieldTokenizer(True).library.save(str(path))
+    tokenizer = Tokenizer(TokenizerJson(path), "test")
+    prompt_ids = (tokenizer.special_id("<|start|>"), *tokenizer.encode(prompt, add_special=False))
+    output_ids = tokenizer.encode("then it runs", add_special=False)
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    texts = [detokenizer.feed(token_id) for token_id in output_ids]
+    assert texts[0].startswith(" ") == bool(prompt)
+    expected = [len("".join(texts[:i])) for i in range(len(texts))]
+    assert TextOffsets(tokenizer, prompt_ids, "").of(output_ids) == expected

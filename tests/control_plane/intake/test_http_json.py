@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from control_plane.intake.http_json import dump
+from control_plane.intake.http_json import SLICE_ENTRIES, dump, dump_long
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,33 @@ def test_half_a_character_of_a_client_is_escaped() -> None:
 def test_numbers_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
         dump({"logprob": float("-inf")})
+
+
+LONG = 3 * SLICE_ENTRIES + 1
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE_ENTRIES, SLICE_ENTRIES + 1, 2 * SLICE_ENTRIES, LONG])
+def test_long_lists_are_written_alike(count: int) -> None:
+    content = {
+        "a": list(range(count)),
+        "b": {"tops": [{"é\u2028": i, "x": None} for i in range(count)], "empty": []},
+        "c": tuple(map(str, range(count))),
+        "d": None,
+    }
+    assert dump_long(content) == dump(content)
+
+
+def test_no_call_writes_a_long_list_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the library writes, no other thread runs."""
+    sizes = []
+    dumps = json.dumps
+
+    def measured(content: object, **options: object) -> str:
+        text = dumps(content, **options)
+        sizes.append(len(text))
+        return text
+
+    monkeypatch.setattr(json, "dumps", measured)
+    written = dump_long({"logprobs": {"content": [{"token": "abc"}] * 100_000}})
+    assert len(written) > 1_000_000
+    assert max(sizes) < 20_000

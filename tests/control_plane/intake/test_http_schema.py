@@ -1,6 +1,7 @@
 """JSON bodies as calls of the intake, and what is no such body."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,27 +12,25 @@ from control_plane.intake.generation_input import (
     TextPrompt,
     TokenPrompt,
 )
-from control_plane.intake.http_schema import AnswerShape, read_chat, read_completion
+from control_plane.intake.http_schema import HttpCall, read_chat, read_completion
 
-CHOICES_MAX = 4
+VALUES_MAX = 1 << 20
 HELLO = [{"role": "user", "content": "hi"}]
 
 
 def completion(**body):
-    return read_completion(json.dumps({"prompt": "hi"} | body).encode(), CHOICES_MAX)
+    return read_completion(json.dumps({"prompt": "hi"} | body).encode(), VALUES_MAX)
 
 
 def chat(**body):
-    return read_chat(json.dumps({"messages": HELLO} | body).encode(), CHOICES_MAX)
+    return read_chat(json.dumps({"messages": HELLO} | body).encode(), VALUES_MAX)
 
 
 def test_a_bare_body_asks_for_the_defaults():
-    assert completion().wanted == GenerationInput(prompts=(TextPrompt("hi"),))
-    assert completion().shape == AnswerShape()
-    assert chat().wanted == GenerationInput(
-        prompts=(ChatPrompt(({"role": "user", "content": "hi"},)),)
-    )
-    assert chat().shape == AnswerShape()
+    wanted = GenerationInput(prompts=(TextPrompt("hi"),))
+    assert completion() == HttpCall(wanted, field_names={"top_logprobs": "logprobs"})
+    messages = ({"role": "user", "content": "hi"},)
+    assert chat() == HttpCall(GenerationInput(prompts=(ChatPrompt(messages),)))
 
 
 COMMON = {
@@ -80,7 +79,6 @@ COMMON_WANTED = {
 def test_every_common_field_arrives(ask):
     wanted = ask(**COMMON).wanted
     assert {name: getattr(wanted, name) for name in COMMON_WANTED} == COMMON_WANTED
-    assert ask(**COMMON).shape.model_name == "tiny"
 
 
 @pytest.mark.parametrize("ask", [completion, chat])
@@ -101,7 +99,6 @@ def test_the_newer_name_of_max_tokens_wins_and_is_the_one_errors_use():
 def test_logprobs_of_conversations():
     call = chat(logprobs=True, top_logprobs=3)
     assert (call.wanted.logprobs, call.wanted.top_tokens) == (True, 3)
-    assert (call.shape.logprobs, call.shape.top_logprobs) == (True, 3)
     assert not chat(logprobs=False).wanted.logprobs
 
 
@@ -109,25 +106,28 @@ def test_logprobs_of_conversations():
 def test_logprobs_of_completions(number):
     call = completion(logprobs=number, echo=True)
     assert (call.wanted.logprobs, call.wanted.top_tokens) == (True, number)
-    assert (call.shape.logprobs, call.shape.top_logprobs) == (True, number)
     assert call.wanted.echo
-    assert call.shape.echo
     assert call.field_names["top_logprobs"] == "logprobs"
 
 
 @pytest.mark.parametrize("ask", [completion, chat])
 def test_prompt_logprobs_but_not_in_a_stream(ask):
     call = ask(prompt_logprobs=0)
-    assert call.wanted.prompt_top_tokens == call.shape.prompt_logprobs == 0
+    assert call.wanted.prompt_top_tokens == 0
     with pytest.raises(InvalidRequest) as caught:
         ask(prompt_logprobs=0, stream=True)
     assert caught.value.field == "prompt_logprobs"
 
 
 def test_the_shape_of_a_stream():
-    shape = chat(stream=True, stream_options={"include_usage": True}, return_token_ids=True).shape
-    assert shape == AnswerShape(streamed=True, include_usage=True, return_token_ids=True)
-    assert not chat(stream=True, stream_options={}).shape.include_usage
+    call = chat(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
+    assert (call.streamed, call.include_usage, call.return_token_ids) == (True, True, True)
+    assert not chat(stream=True, stream_options={}).include_usage
+
+
+def test_the_prompts_are_all_that_is_given_up_once_they_are_read():
+    call = completion(**COMMON, return_token_ids=True)
+    assert replace(call, wanted=replace(call.wanted, prompts=())) == call.without_prompts()
 
 
 PROMPTS = [
@@ -153,7 +153,6 @@ BAD_PROMPTS = [
     *(5, True, {}, {"a": 1}, None),
     *([1, "a"], ["a", 1], ["a", [1]], [[1], 1], [[1], "a"], [[1, "a"]], [["a"]], [[[1]]]),
     *([1.0], [True], [[True]], [None], ["a", None], [{}]),
-    *(["a"] * (CHOICES_MAX + 1), [[1]] * (CHOICES_MAX + 1)),
 ]
 
 
@@ -205,7 +204,7 @@ def test_biases_of_what_is_no_token_id(key):
 
 def test_biases_too_large_for_a_number_are_left_to_admission():
     raw = b'{"prompt": "hi", "logit_bias": {"5": 1' + b"0" * 400 + b', "6": 1e9, "1000000000": 0}}'
-    bias = read_completion(raw, CHOICES_MAX).wanted.logit_bias
+    bias = read_completion(raw, VALUES_MAX).wanted.logit_bias
     assert bias == {5: float("inf"), 6: 1e9, 1_000_000_000: 0.0}
 
 
@@ -235,8 +234,35 @@ def test_fields_nobody_knows_are_ignored_and_later_ones_kept_to_be_refused():
     assert call.wanted.reserved == {"tools": [1]}
 
 
+MANY = {
+    "numbers": b"[" + b"1," * VALUES_MAX + b"1]",
+    "lists": b"[" + b"[]," * (VALUES_MAX // 2) + b"1]",
+    "objects": b"[" + b"{}," * (VALUES_MAX // 2) + b"1]",
+    "nested": b"[" * VALUES_MAX + b"1",
+    "names": b"{" + b'"":1,' * (VALUES_MAX // 2) + b'"":1}',
+}
+
+
+@pytest.mark.parametrize("ask", [read_completion, read_chat])
+@pytest.mark.parametrize("kind", MANY)
+def test_more_values_than_allowed_are_not_parsed(ask, kind, monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was parsed"))
+    with pytest.raises(InvalidRequest) as caught:
+        ask(b'{"prompt": ' + MANY[kind] + b"}", VALUES_MAX)
+    assert caught.value.field == "body"
+    assert caught.value.message.startswith("body: ")
+    assert f"more than {VALUES_MAX}" in caught.value.message
+
+
+def test_as_many_values_as_allowed_are_parsed():
+    raw = b'{"prompt": [1, 2, 3], "seed": 1}'  # three commas, two colons, two brackets
+    assert read_completion(raw, 7).wanted.prompts == (TokenPrompt((1, 2, 3)),)
+    with pytest.raises(InvalidRequest, match=r"7 commas.* more than 6;"):
+        read_completion(raw, 6)
+
+
 def test_one_mistake_in_a_huge_list_is_enough():
     raw = b'{"prompt": "hi", "stop_token_ids": [' + b'"",' * 300_000 + b'""]}'
     with pytest.raises(InvalidRequest) as caught:
-        read_completion(raw, CHOICES_MAX)
+        read_completion(raw, VALUES_MAX)
     assert len(caught.value.message) < 200

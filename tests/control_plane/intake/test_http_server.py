@@ -377,6 +377,23 @@ async def test_draining_refuses_new_requests_and_lets_running_ones_finish(start,
     assert results[0].json()["choices"][0]["text"] == "hello"
 
 
+async def test_an_answer_counts_until_its_client_has_it(start, core, tiny_model):
+    """Which is what a drain waits for."""
+    ids_count, choices_count = 500_000, 6
+    ask = {"prompt": [1] * ids_count, "n": choices_count, "echo": True, "max_tokens": 0}
+    async with start(replace(tiny_model, context_tokens=10**9)) as s:
+        client = await _raw_post(s, json.dumps(ask).encode())
+        received = len(await client.receive())
+        s.intake.refuse_new("draining")
+        await anyio.sleep(0.5)
+        assert s.intake.running_count == 1
+        while received < 6 * ids_count * choices_count:  # such a character is six bytes of JSON
+            received += len(await client.receive())
+        await until(lambda: s.intake.running_count == 0)
+        await client.aclose()
+    assert core.of(Submit) == []
+
+
 async def test_stop_ends_a_running_answer_with_an_error(start, core):
     core.script = lambda _: []
     async with start() as s, anyio.create_task_group() as tasks:

@@ -18,7 +18,7 @@ from control_plane.intake.chat_template import ChatTemplate
 from control_plane.intake.detokenizer import Detokenizer
 from control_plane.intake.model_files import GgufVocabulary, ModelFiles, TokenizerJson
 from control_plane.intake.tokenizer import Tokenizer
-from control_plane.intake.tokenizer_pool import TokenizerPool, physical_cores_count
+from control_plane.intake.tokenizer_pool import TokenizerPool
 from tests.control_plane.intake.fake_core import bytes_to_letters
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "smollm2-135m-fp32.json").read_text())
@@ -282,10 +282,6 @@ async def test_pool_works_off_the_loop(tokenizer, model):
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
         await pool.encode("a\ud800").result()
     pool.close()
-
-
-def test_there_is_at_least_one_core():
-    assert physical_cores_count() >= 1
 
 
 def test_fewest_tokens_of_a_text(tokenizer):

@@ -55,6 +55,20 @@ class RecordingMetrics(Metrics):
         self.calls.append(("generation_tokens", count))
 
 
+class WatchedBudget(ByteBudget):
+    """Tells how much is held."""
+
+    pieces_count = 0
+
+    def take(self, bytes_count: int) -> None:
+        super().take(bytes_count)
+        self.pieces_count += 1
+
+    def release(self, bytes_count: int) -> None:
+        super().release(bytes_count)
+        self.pieces_count -= 1
+
+
 def wanting(*prompts, **fields) -> GenerationInput:
     return GenerationInput(prompts or (TextPrompt("hi"),), **fields)
 
@@ -71,7 +85,7 @@ def tiny_intake(
     config = ControlPlaneConfig(model_path=str(model.path), **settings)
     tokenizer = Tokenizer(model.tokenizer, "tiny")
     card = ModelCard.of(model, "mine", None, tokenizer.size)
-    budget = ByteBudget(bytes_max=config.intake_bytes_max, pieces_max=pieces_max)
+    budget = WatchedBudget(bytes_max=config.intake_bytes_max, pieces_max=pieces_max)
     pool = TokenizerPool(
         tokenizer,
         ChatTemplate(model.chat_template, {}, datetime.now),
