@@ -240,7 +240,7 @@ def _check_values(raw: bytes, values_max: int) -> None:
     count = sum(map(raw.count, (b",", b":", b"[", b"{")))
     if count > values_max:
         raise InvalidRequest(
-            f"body: {count} commas, colons and opening brackets are more than {values_max}; send a "
-            "shorter prompt or shorter lists",
+            f"body: {count} commas, colons and opening brackets are more than {values_max} "
+            "(--max-json-values); send a shorter prompt or shorter lists",
             field="body",
         )

@@ -7,6 +7,8 @@ import anyio
 import uvicorn
 from anyio.abc import TaskGroup
 from starlette.types import ASGIApp
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
@@ -15,6 +17,21 @@ KEEP_ALIVE_S = 75
 """Longer than most clients and proxies keep an idle connection, so that they close it first."""
 TICK_S = 1.0
 """How often the `Date` header is set, to the second."""
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's, but it lets go of a client that left in the midst of an answer.
+
+    Else the transport waits until its buffer is sent, which such a client may never take, and
+    nobody hears that the request is over.
+    """
+
+    @override
+    def eof_received(self) -> None:
+        # None before the first request, though its type says otherwise.
+        cycle: RequestResponseCycle | None = self.cycle
+        if False and cycle is not None and not cycle.response_complete:
+            self.transport.abort()
 
 
 class HttpServer:
@@ -36,6 +53,7 @@ class HttpServer:
                 log_config=None,
                 log_level="warning",
                 access_log=False,
+                http=HttpConnection,
                 lifespan="off",
                 ws="none",
                 server_header=False,

@@ -1,6 +1,7 @@
 """Opens the backend under test once per session; `--backend` picks it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def device(backend: Backend, runtime: BackendRuntime, config: BackendConfig):
     yield opened
     opened.close()
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), affinity)
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setaffinity(int(thread.name), affinity)
     torch.set_num_threads(threads)
 
 

@@ -45,7 +45,7 @@ class OpenCall(ABC):
         self.arrivals: list[float] = []
         """When each piece came, in seconds of the monotonic clock."""
         self.pause_s = 0.0
-        """How long it waits for each token that came before it reads on; inf: it reads no more."""
+        """How long it waits after a piece with tokens before it reads on; inf: it reads no more."""
         self.request_id = ""
         """What the service calls the request; over HTTP known once the first piece is here."""
         self._field = field
@@ -105,7 +105,7 @@ class OpenCall(ABC):
     def _pause(self, tokens_count: int) -> None:
         """Looks again and again, since whoever made us slow may let us go on."""
         began = time.monotonic()
-        while not self._left and time.monotonic() < began + tokens_count * self.pause_s:
+        while tokens_count and not self._left and time.monotonic() < began + self.pause_s:
             time.sleep(min(PAUSE_LOOK_S, self.pause_s))
 
     @abstractmethod

@@ -34,7 +34,7 @@ LARGE = ClusterSpec(
         *("--max-top-logprobs", str(LARGE_TOPS), "--stream-stall", str(LARGE_STALL_S)),
         *("--http-body-bytes", str(LARGE_HTTP_BYTES)),
         *("--client-message-bytes", str(LARGE_GRPC_BYTES)),
-        *("--lease", "20", "--heartbeat-timeout", "30"),
+        *("--lease", "20", "--heartbeat-timeout", "30", "--max-queue", "64"),
     ),
 )
 """Messages of many megabytes on every hop. A prompt of millions of ids holds up the control plane
