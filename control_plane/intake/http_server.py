@@ -2,6 +2,7 @@
 
 import math
 import socket
+import sys
 
 import anyio
 import uvicorn
@@ -17,6 +18,7 @@ KEEP_ALIVE_S = 75
 """Longer than most clients and proxies keep an idle connection, so that they close it first."""
 TICK_S = 1.0
 """How often the `Date` header is set, to the second."""
+SOCKET_OPTION_MAX = (1 << 31) - 1
 
 
 class HttpConnection(H11Protocol):
@@ -30,7 +32,7 @@ class HttpConnection(H11Protocol):
     def eof_received(self) -> None:
         # None before the first request, though its type says otherwise.
         cycle: RequestResponseCycle | None = self.cycle
-        if False and cycle is not None and not cycle.response_complete:
+        if cycle is not None and not cycle.response_complete:
             self.transport.abort()
 
 
@@ -40,6 +42,7 @@ class HttpServer:
     def __init__(self, config: ControlPlaneConfig, app: ASGIApp) -> None:
         self._host = config.host
         self._port = config.http_port
+        self._stall_s = config.stream_buffer_stall_s
         self._app = app
         self._server: uvicorn.Server | None = None
         self._ticking = anyio.CancelScope()
@@ -97,4 +100,8 @@ class HttpServer:
         # Connections inherit it. asyncio sets it only where the socket names TCP as its protocol,
         # which this one leaves open; without it the end of a response waits for a late ACK (40 ms).
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sys.platform == "linux":
+            # A client that is given up would else keep its connection, and what waits in it.
+            stall_ms = min(math.ceil(self._stall_s * 1000), SOCKET_OPTION_MAX)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         return listener

@@ -119,6 +119,11 @@ class Cluster:
         errors = self._path("stderr").read_text()[-LOG_CHARACTERS_SHOWN:]
         return f"--- {' '.join(self.options)}\n{self.output()}--- logs\n{errors}"
 
+    def errors(self) -> list[str]:
+        """Lines all processes have logged as errors so far."""
+        lines = self._path("stderr").read_text().splitlines()
+        return [line for line in lines if '"level": "error"' in line]
+
     def _path(self, name: str) -> Path:
         return Path(self._folder.name) / name
 

@@ -221,9 +221,7 @@ class HttpCall(OpenCall):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def open_call(
-    field: FieldCluster, protocol: str, prompt: Prompt, **parameters: object
-) -> OpenCall:
+def open_call(field: FieldCluster, protocol: str, prompt: Prompt, **parameters: object) -> OpenCall:
     """Sends what `field.ask` would send and does not wait. protocol: one of PROTOCOLS."""
     if protocol == "grpc":
         return GrpcCall(field, prompt, **parameters)

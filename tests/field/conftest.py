@@ -78,16 +78,22 @@ def spec_of(item: pytest.Item) -> ClusterSpec:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Brings scenarios on equal clusters together; tests of other folders keep their places."""
-    positions = [index for index, item in enumerate(items) if takes_field(item)]
-    ordered = sorted((items[index] for index in positions), key=lambda item: repr(spec_of(item)))
+    """Brings scenarios on equal clusters together, and those that start their own behind them, so
+    that they end no other's; tests of other folders keep their places."""
+    positions = [index for index, item in enumerate(items) if takes(item, "field_clusters")]
+    ordered = sorted((items[index] for index in positions), key=place)
     for index, item in zip(positions, ordered, strict=True):
         items[index] = item
 
 
-def takes_field(item: pytest.Item) -> bool:
-    """A scenario on a shared cluster."""
-    return "field" in getattr(item, "fixturenames", ()) and __file__.rpartition("/")[0] in str(
+def place(item: pytest.Item) -> tuple[bool, str]:
+    """Where a scenario stands among the others."""
+    return (False, repr(spec_of(item))) if takes(item, "field") else (True, "")
+
+
+def takes(item: pytest.Item, fixture: str) -> bool:
+    """A scenario of this folder that takes a fixture."""
+    return fixture in getattr(item, "fixturenames", ()) and __file__.rpartition("/")[0] in str(
         item.path
     )
 

@@ -42,9 +42,7 @@ def begin(field: FieldCluster, protocol: str, tokens_count: int) -> OpenCall:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_running_request_stops_when_its_client_leaves(
-    field: FieldCluster, protocol: str
-) -> None:
+def test_a_running_request_stops_when_its_client_leaves(field: FieldCluster, protocol: str) -> None:
     before, generated_before = scrape(field), generated(field)
     call = begin(field, protocol, LONG_TOKENS)
     wait_until(lambda: generated(field) >= generated_before + SEEN_TOKENS, "first tokens")

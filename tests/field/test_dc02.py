@@ -65,6 +65,7 @@ def alive_latency_s(field: FieldCluster) -> float:
 def test_aborted_streams_leave_nothing(field: FieldCluster, counted: Callable[[int], int]) -> None:
     abort_many(field, range(SETTLE_STREAMS))
     field.check_idle()
+    errors_before = field.cluster.errors()
     pids, before = service_pids(field), scrape(field)
     memory_before = {name: memory_bytes(pid) for name, pid in pids.items()}
     latency_before_s = alive_latency_s(field)
@@ -75,6 +76,7 @@ def test_aborted_streams_leave_nothing(field: FieldCluster, counted: Callable[[i
     assert alive_latency_s(field) <= 2 * latency_before_s
     field.check_alive()
     assert service_pids(field) == pids
+    assert field.cluster.errors() == errors_before
     grown = {name: memory_bytes(pid) - memory_before[name] for name, pid in pids.items()}
     assert max(grown.values()) < GROWTH_BYTES_MAX, grown
     after = scrape(field)

@@ -49,7 +49,9 @@ def test_an_answer_above_the_default(field: FieldCluster) -> None:
     """The scores come from the worker in one message, and go to the client in one."""
     prompt = [5 + index % 500 for index in range(SCORED_TOKENS)]
     with running_streams(field, NEIGHBOURS, NEIGHBOUR_TOKENS):
-        answer = field.ask("grpc", prompt, max_tokens=1, ignore_eos=True, prompt_logprobs=LARGE_TOPS)
+        answer = field.ask(
+            "grpc", prompt, max_tokens=1, ignore_eos=True, prompt_logprobs=LARGE_TOPS
+        )
     assert max(message.ByteSize() for message in answer.raw) > DEFAULT_BYTES
     scores = [message.prompt_logprobs for message in answer.raw]
     assert sum(len(each.logprobs) for each in scores) == SCORED_TOKENS - 1

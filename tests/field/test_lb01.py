@@ -57,7 +57,6 @@ def check_load_released(field: FieldCluster) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_cold_requests_are_spread(field: FieldCluster, protocol: str) -> None:
     shares = ask_all(field, protocol, list(map(cold_prompt, range(COLD_REQUESTS))), COLD_TOKENS)
-    print(shares)
     assert COLD_SHARE_MIN <= shares["g0"] / COLD_REQUESTS <= COLD_SHARE_MAX, shares
     field.check_idle()
     check_load_released(field)
@@ -71,9 +70,10 @@ def test_a_hot_prefix_spills_over(
     # Alone it stays where its prefix is.
     warm = field.ask(protocol, hot_prompt(1), max_tokens=1)
     assert (warm.group, warm.cached_tokens) == (owner, PROMPT_TOKENS)
-    shares = ask_all(field, protocol, list(map(hot_prompt, range(counted(HOT_REQUESTS)))), HOT_TOKENS)
+    shares = ask_all(
+        field, protocol, list(map(hot_prompt, range(counted(HOT_REQUESTS)))), HOT_TOKENS
+    )
     (other,) = {"g0", "g1"} - {owner}
-    print(owner, shares)
     assert shares[other] > 0, f"{owner} had to do it all"
     field.check_idle()
     check_load_released(field)

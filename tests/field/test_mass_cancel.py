@@ -120,6 +120,7 @@ def test_nothing_is_left_of_cancels_in_masses(
     field.check_alive()
     storm.run(AT_ONCE)  # connections and threads are there
     field.check_idle()
+    errors_before = field.cluster.errors()
     pids, before, drawn_before = service_pids(field), scrape(field), field.status().generated_tokens
     files_before = {name: open_files(pid) for name, pid in pids.items()}
 
@@ -140,4 +141,5 @@ def test_nothing_is_left_of_cancels_in_masses(
         SETTLE_S,
     )
     assert service_pids(field) == pids
+    assert field.cluster.errors() == errors_before, "a client that leaves is no failure of ours"
     field.check_alive()

@@ -43,9 +43,7 @@ def load(now: Scrape) -> dict[str, float]:
 
 def saturate(field: FieldCluster) -> list[OpenCall]:
     calls = [
-        open_call(
-            field, PROTOCOLS[i % 3], f"{PROMPT} {i}", max_tokens=TOKENS, ignore_eos=True
-        )
+        open_call(field, PROTOCOLS[i % 3], f"{PROMPT} {i}", max_tokens=TOKENS, ignore_eos=True)
         for i in range(REQUESTS)
     ]
     wait_until(
