@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
-from control_plane.errors import InvalidRequest, RequestCancelled, RequestError, ServiceUnavailable
+from control_plane.errors import InvalidRequest, RequestError, ServiceUnavailable
 from control_plane.intake.generation import Generation, IntakeParts
 from control_plane.scheduling.messages import (
     Accepted,
@@ -72,7 +72,7 @@ class AnswerBook:
             raise
         finally:
             del self._calls[generation.request_id]
-            generation.fail(RequestCancelled("the client is gone"))
+            generation.client_left()
             for core_id in generation.core_ids:
                 del self._choices[core_id]
 

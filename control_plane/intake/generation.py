@@ -36,6 +36,10 @@ SUBMITTED_IDS_MAX = 1 << 14
 """The loop gets a turn after so many ids of choices: the core takes a few milliseconds for them."""
 
 
+CLIENT_AHEAD_S = 0.1
+"""A client's own timer began before its call arrived: it may leave so much before its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class IntakeParts:
     """What all calls share. post: takes an event to the core; its effects may come meanwhile.
@@ -79,6 +83,7 @@ class Generation:
         self._wake = asyncio.Event()
         self._error: RequestError | None = None
         self._over = False
+        self._deadline: float | None = None
 
     @property
     def admitted(self) -> Admitted:
@@ -103,6 +108,7 @@ class Generation:
 
         A cancel meanwhile, or the deadline, ends the wait for a thread that tokenizes.
         """
+        self._deadline = wanted.deadline
         self._admitted = await self._admit(wanted)
         turns = LoopTurns(SUBMITTED_IDS_MAX)
         answers = []
@@ -140,6 +146,13 @@ class Generation:
     def cancel(self, reason: str) -> bool:
         """Ends the call with RequestCancelled; False if it is over already."""
         return self.fail(RequestCancelled(reason))
+
+    def client_left(self) -> None:
+        """Ends the call unless it is over: its deadline passed, or nobody waits for it any more."""
+        if self._deadline is not None and self._parts.clock() >= self._deadline - CLIENT_AHEAD_S:
+            self.fail(DeadlineExceeded("the request's deadline passed"))
+        else:
+            self.fail(RequestCancelled("the client is gone"))
 
     def fail(self, error: RequestError) -> bool:
         """Ends the call with an error; what came before it can still be read. False if it is over

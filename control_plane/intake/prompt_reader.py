@@ -136,6 +136,5 @@ def no_room_for_output(label: str, tokens_count: int, context_tokens: int) -> In
 
 
 def _empty(label: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{label}: is empty; send at least one token of input", field=field_of(label)
-    )
+    what = "one message" if label == "messages" else "one token of input"
+    return InvalidRequest(f"{label}: is empty; send at least {what}", field=field_of(label))

@@ -466,6 +466,19 @@ async def test_a_finished_call_is_not_cancelled(book, events):
     assert kinds(events) == [Submit, End]
 
 
+@pytest.mark.parametrize(
+    ("left_at_s", "outcome"),
+    [(0.5, "CANCELLED"), (0.95, "DEADLINE_EXCEEDED"), (2.0, "DEADLINE_EXCEEDED")],
+)
+async def test_a_client_that_leaves_at_its_deadline_is_not_counted_as_one_that_gave_up(
+    book, made, left_at_s, outcome
+):
+    with book.open("mine", "grpc") as generation:
+        await generation.start(wanting(deadline=made.now + 1.0))
+        made.now += left_at_s
+    assert [call[0] for call in made.metrics.of("request_finished")] == [outcome]
+
+
 @pytest.mark.usefixtures("gate")
 async def test_the_deadline_holds_while_a_prompt_waits_for_a_thread(book, events, made):
     with pytest.raises(DeadlineExceeded), book.open("r", "grpc") as generation:
