@@ -62,7 +62,7 @@ def test_what_memory_can_never_hold_is_refused_and_blocks_nobody(
     assert isinstance(refused, Refused)
     assert (refused.code, refused.parameter) == (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens")
     assert str(len(prompt)) in refused.message
-    assert "allow 28" in refused.message, "what would fit is not said"
+    assert "at most 28" in refused.message, "what would fit is not said"
     for answer, one in zip(answers, expected, strict=True):
         assert isinstance(answer, Answer)
         check_equal(answer, one)
