@@ -3,6 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+SHARED_FIELDS = {
+    "n": "n",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    "min_tokens": "min_tokens",
+    "max_tokens": "max_tokens",
+    "prompt_logprobs": "prompt_top_tokens",
+}
+"""Fields both protocols have under one name and hand over as they are, and their name here."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:

@@ -12,26 +12,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from control_plane.errors import InvalidRequest
 from control_plane.intake import http_values
-from control_plane.intake.generation_input import ChatPrompt, GenerationInput, Prompt
+from control_plane.intake.generation_input import (
+    SHARED_FIELDS,
+    ChatPrompt,
+    GenerationInput,
+    Prompt,
+)
 from control_plane.intake.reserved_fields import NEUTRAL_VALUES
 from control_plane.intake.shown import shortened
 
 PLAIN_FIELDS = {
+    **SHARED_FIELDS,
     "model": "model",
-    "n": "n",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-    "min_tokens": "min_tokens",
-    "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "ignore_eos": "ignore_eos",
-    "prompt_logprobs": "prompt_top_tokens",
     "priority": "priority",
     "cache_salt": "cache_salt",
 }

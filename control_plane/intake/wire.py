@@ -7,6 +7,7 @@ from control_plane.errors import InvalidRequest
 from control_plane.intake.admitted import Admitted
 from control_plane.intake.answer_piece import AnswerPiece, Usage
 from control_plane.intake.generation_input import (
+    SHARED_FIELDS,
     ChatPrompt,
     GenerationInput,
     Prompt,
@@ -22,21 +23,7 @@ from protos import inference_pb2
 PROTOCOL = "grpc"
 """What the metrics call it."""
 
-SAMPLING_FIELDS = {
-    "n": "n",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-    "min_tokens": "min_tokens",
-    "max_tokens": "max_tokens",
-    "top_logprobs": "top_tokens",
-    "prompt_logprobs": "prompt_top_tokens",
-}
+SAMPLING_FIELDS = {**SHARED_FIELDS, "top_logprobs": "top_tokens"}
 """Optional fields of the message, and what intake calls them."""
 
 LIST_LENGTH_ALWAYS_READ = 4096
