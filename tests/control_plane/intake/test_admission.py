@@ -2,7 +2,6 @@
 
 import struct
 import threading
-import time
 from dataclasses import replace
 from random import Random
 
@@ -476,18 +475,27 @@ async def test_a_text_that_cannot_fit_is_not_even_tokenized(make, prompt, field,
     assert caught.value.field == field
 
 
+class UnreadIds(tuple):
+    """Ids that may be counted, but not looked at."""
+
+    __slots__ = ()
+
+    def __iter__(self):
+        pytest.fail("the ids were looked at")
+
+    def __getitem__(self, index):
+        pytest.fail("the ids were looked at")
+
+
 async def test_lists_that_are_too_long_are_not_looked_at(make):
-    admission, ids = make(), (0,) * 5_000_000
+    admission, ids = make(), UnreadIds((0,) * 5_000_000)
     for wanted in (
         wanting(TokenPrompt(ids)),
         wanting(resume_output_ids=(ids,)),
         wanting(stop_token_ids=ids),
     ):
-        began = time.perf_counter()
         with pytest.raises(InvalidRequest, match="5000000"):
             await admission.admit("r", wanted)
-        # Looking at each id takes 100 ms and more.
-        assert time.perf_counter() - began < 0.05
 
 
 async def test_unknown_model(make):
