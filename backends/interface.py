@@ -14,17 +14,19 @@ import torch
 
 from backends.communicator import Communicator, SingleRankCommunicator, Work
 from backends.device import CapturedProgram, Device, Fence, MemoryInfo
-from backends.errors import BackendUnavailable, IncompatibleBackend
+from backends.errors import BackendError, BackendUnavailable, IncompatibleBackend
 from backends.gloo_communicator import GlooCommunicator
 from backends.gloo_rendezvous import LOOPBACK, GlooRendezvous
 from backends.kernel_table import KernelTable, bind_kernels
 from backends.memory import BatchRows, KVLayout, KVSpec, MemoryPool
 from backends.paged_pool import PagedMemoryPool, paged_layout
 from backends.plugin import Backend, BackendConfig, ChipDescription, load_object
+from backends.probes import probe_device, probe_requirements
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 from kernels.spec import BoundKV, Choice, Implementation, Requirement
 
 __all__ = [
+    "AcquiredDevices",
     "Backend",
     "BackendConfig",
     "BackendRuntime",
@@ -49,6 +51,14 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class AcquiredDevices:
+    """Chips that opened and passed the probe, open; and why the others did not, by index."""
+
+    granted: tuple[Device, ...]
+    rejected: Mapping[int, str]
+
+
+@dataclass(frozen=True)
 class GroupPlace:
     """A rank's place in a group for one epoch; `key` is unique to the epoch.
 
@@ -69,14 +79,43 @@ class BackendRuntime(ABC):
         self.backend = backend
         self.config = config
         self._rendezvous: GlooRendezvous | None = None
+        self._devices: tuple[Device, ...] = ()
 
     @abstractmethod
     def open_device(self, chip: ChipDescription) -> Device:
         """Opens a granted chip. Raises BackendUnavailable or DeviceError."""
 
-    def get_device(self, local_rank: int, granted: Sequence[ChipDescription]) -> Device:
-        """The chip at position `local_rank` of the granted ones, open."""
-        return self.open_device(granted[local_rank])
+    def acquire(self, count: int) -> AcquiredDevices:
+        """Opens and probes the wanted chips until `count` of them passed; goes on with fewer.
+
+        Each probe allocates, copies and multiplies; see `backends.probes`. The caller closes the
+        granted ones.
+        """
+        found = self.backend.on_device_acquire(self.config)
+        rejected = dict(found.rejected)
+        granted: list[Device] = []
+        for chip in found.granted:
+            if len(granted) == count:
+                break
+            try:
+                granted.append(self._open_and_probe(chip))
+            except BackendError as error:
+                rejected[chip.index] = str(error)
+        self._devices = tuple(granted)
+        return AcquiredDevices(self._devices, rejected)
+
+    def get_device(self, local_rank: int) -> Device:
+        """The acquired chip at position `local_rank`."""
+        return self._devices[local_rank]
+
+    def _open_and_probe(self, chip: ChipDescription) -> Device:
+        device = self.open_device(chip)
+        try:
+            probe_device(device, self.bind_kernels(probe_requirements(self.dtype())), self.dtype())
+        except BackendError:
+            device.close()
+            raise
+        return device
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
         """How a block of `spec` is laid out on this make of chip."""

@@ -10,15 +10,22 @@ import importlib.metadata
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from backends.errors import BackendUnavailable, IncompatibleBackend, UnknownBackend
+from backends.errors import (
+    BackendError,
+    BackendUnavailable,
+    IncompatibleBackend,
+    UnknownBackend,
+)
 
 # Major: a backend written for another major version is refused. Minor: only additions.
 API_VERSION = (1, 0)
 
 ENTRY_POINT_GROUP = "polychip.backends"
-BUILT_IN = {"cpu": "backends.cpu.plugin:CpuBackend"}
+AUTO = "auto"
+BUILT_IN = {"cpu": "backends.cpu.plugin:CpuBackend", "sim": "backends.sim.plugin:SimBackend"}
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,13 @@ class Capabilities:
 class BackendConfig:
     """What a worker tells its backend at start.
 
-    chip_indices: the chips this process may use, positions in the backend's own enumeration.
+    chip_indices: the chips this process may use, positions in `devices`.
+    devices: ids of the chips the service may use, in its own order; empty: all, as enumerated.
     options: backend-specific settings, name to text, from the command line.
     """
 
     chip_indices: tuple[int, ...]
+    devices: tuple[str, ...] = ()
     chips_on_host: int = 1
     dtype: str = "auto"
     memory_limit_bytes: int | None = None
@@ -63,11 +72,21 @@ class BackendConfig:
 
 @dataclass(frozen=True)
 class ChipDescription:
-    """A chip as a backend enumerates it; memory is 0 where it is unknown."""
+    """A chip as a backend enumerates it; memory is 0 where it is unknown.
+
+    index: its position, in the backend's enumeration or in `BackendConfig.devices`.
+    """
 
     index: int
     description: str
     memory_bytes: int = 0
+    device_id: str = ""
+    """What the vendor's tools call it, where that is not the index."""
+
+    @property
+    def known_as(self) -> str:
+        """The id a list of devices names it by."""
+        return self.device_id or str(self.index)
 
 
 @dataclass(frozen=True)
@@ -107,9 +126,17 @@ class Backend(ABC):
     """
 
     api_version: tuple[int, int] = API_VERSION
+    variants: Mapping[str, str] = MappingProxyType({})
+    """What may follow the name after a colon, each with its meaning, such as profiles of a make."""
+    auto_rank: int | None = 100
+    """`auto` tries backends in ascending order of this; None: only when it is named."""
     capabilities: Capabilities = Capabilities()
     runtime_module: str = ""
     """`module:Class` of the `backends.interface.BackendRuntime`; imported after `on_init`."""
+
+    def __init__(self, variant: str = "") -> None:
+        """variant: one of `variants`, or empty for the default."""
+        self.variant = variant
 
     @abstractmethod
     def device_type(self) -> str:
@@ -125,9 +152,35 @@ class Backend(ABC):
         Raises BackendUnavailable if this machine cannot run the backend.
         """
 
+    def select_chips(self, config: BackendConfig) -> Sequence[ChipDescription]:
+        """The chips of `config.devices`, in that order and numbered by it; all if it is empty.
+
+        Raises BackendUnavailable naming an id that is not there or stands there twice.
+        """
+        enumerated = self.enumerate_chips(config)
+        if not config.devices:
+            return enumerated
+        known = {chip.known_as: chip for chip in enumerated}
+        repeated = sorted({each for each in config.devices if config.devices.count(each) > 1})
+        if repeated:
+            raise BackendUnavailable(f"device {repeated[0]!r} is listed twice; name each one once")
+        for device_id in config.devices:
+            if device_id not in known:
+                there = ", ".join(known) or "none"
+                raise BackendUnavailable(
+                    f"no device {device_id!r}; devices of {self.device_type()}: {there}"
+                )
+        return [
+            replace(known[device_id], index=position, device_id=device_id)
+            for position, device_id in enumerate(config.devices)
+        ]
+
     def on_device_acquire(self, config: BackendConfig) -> AcquireResult:
-        """Opens the wanted chips and goes on with fewer; the default grants what is enumerated."""
-        known = {chip.index: chip for chip in self.enumerate_chips(config)}
+        """The wanted chips that are there; `BackendRuntime.acquire` then opens and probes them.
+
+        A chip that is missing is rejected with its reason, and the others go on.
+        """
+        known = {chip.index: chip for chip in self.select_chips(config)}
         granted = tuple(known[index] for index in config.chip_indices if index in known)
         rejected = {
             index: f"no chip {index}; this machine has {sorted(known)}"
@@ -157,15 +210,65 @@ def backend_names() -> list[str]:
 
 
 def find_backend(name: str) -> Backend:
-    """The backend called `name`, checked against this interface; nothing is opened.
+    """The backend called `name`, or `name:variant`, checked against this interface.
 
-    Raises UnknownBackend, IncompatibleBackend, or whatever the backend's own module raises.
+    Nothing is opened. Raises UnknownBackend, IncompatibleBackend, or whatever the backend's own
+    module raises.
     """
+    name, _, variant = name.partition(":")
     backend_class = _load_class(name)
     if not (inspect.isclass(backend_class) and issubclass(backend_class, Backend)):
         raise IncompatibleBackend(f"backend {name!r}: {backend_class!r} is not a Backend class")
     check_compatible(name, backend_class)
-    return backend_class()
+    if variant and variant not in backend_class.variants:
+        choice = (
+            f"choose {', '.join(backend_class.variants)}"
+            if backend_class.variants
+            else "it has none"
+        )
+        raise UnknownBackend(f"backend {name!r} has no variant {variant!r}; {choice}")
+    return backend_class(variant)
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `auto` came to: the backend, its name, and why each one before it was rejected."""
+
+    name: str
+    backend: Backend
+    rejected: tuple[tuple[str, str], ...]
+
+
+def choose_backend(config: BackendConfig) -> AutoChoice:
+    """Tries the backends that may be chosen unasked, in the order of `auto_rank`; runs `on_init`.
+
+    Raises BackendUnavailable naming every backend that was tried and why it was rejected.
+    """
+    rejected: list[tuple[str, str]] = []
+    candidates: list[tuple[int, str, Backend]] = []
+    for name in backend_names():
+        try:
+            backend = find_backend(name)
+        except (BackendError, ImportError) as error:
+            rejected.append((name, str(error)))
+            continue
+        if backend.auto_rank is not None:
+            candidates.append((backend.auto_rank, name, backend))
+    for _, name, backend in sorted(candidates, key=lambda each: each[:2]):
+        problem = _why_unusable(backend, config)
+        if problem is None:
+            return AutoChoice(name, backend, tuple(rejected))
+        rejected.append((name, problem))
+    tried = "; ".join(f"{name}: {problem}" for name, problem in rejected)
+    raise BackendUnavailable(f"no backend can serve on this machine: {tried}")
+
+
+def _why_unusable(backend: Backend, config: BackendConfig) -> str | None:
+    try:
+        backend.on_init(config)
+        return None if backend.select_chips(config) else "it finds no chip"
+    except BackendError as error:
+        return str(error)
 
 
 def check_compatible(name: str, backend_class: type[Backend]) -> None:

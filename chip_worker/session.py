@@ -76,11 +76,11 @@ class Session:
         self._report = report
         self._clock_ns = clock_ns
         self._loader = ShardLoader(config.model_path, runtime.dtype())
-        acquired = backend.on_device_acquire(runtime.config)
+        acquired = runtime.acquire(1)
         if not acquired.granted:
             raise BackendUnavailable(f"no chip could be opened: {dict(acquired.rejected)}")
-        self.chip = acquired.granted[0]
-        self._device = runtime.get_device(0, acquired.granted)
+        self._device = acquired.granted[0]
+        self.chip = self._device.chip
         self._form: FormGroup | None = None
         """The epoch this rank is in, or on its way to."""
         self._ended: dict[str, _Position] = {}

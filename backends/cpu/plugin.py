@@ -16,8 +16,10 @@ class CpuBackend(Backend):
     """CPU cores as chips: each chip is a set of the cores this process may run on."""
 
     runtime_module = "backends.cpu.runtime:CpuRuntime"
+    auto_rank = 1000  # Behind every accelerator.
 
-    def __init__(self) -> None:
+    def __init__(self, variant: str = "") -> None:
+        super().__init__(variant)
         self.capabilities = Capabilities(
             dtypes=("bfloat16", "float32") if has_bfloat16() else _DTYPES,
             block_alignment_bytes=512,

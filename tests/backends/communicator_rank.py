@@ -31,7 +31,7 @@ def main():
     backend = find_backend(backend_name)
     backend.on_init(config)
     runtime = open_runtime(backend, config)
-    device = runtime.get_device(0, backend.on_device_acquire(config).granted)
+    device = runtime.acquire(1).granted[0]
     torch.set_num_threads(1)
     communicator = runtime.create_communicator(device, place, meet(runtime, place, Path(folder)))
     record = SCENARIOS[scenario](communicator, device)

@@ -29,9 +29,9 @@ def runtime(backend: Backend, config: BackendConfig) -> BackendRuntime:
 
 
 @pytest.fixture(scope="session")
-def device(backend: Backend, runtime: BackendRuntime, config: BackendConfig):
+def device(runtime: BackendRuntime):
     affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    opened: Device = runtime.get_device(0, backend.on_device_acquire(config).granted)
+    opened: Device = runtime.acquire(1).granted[0]
     yield opened
     opened.close()
     for thread in Path("/proc/self/task").iterdir():

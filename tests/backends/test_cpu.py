@@ -41,7 +41,7 @@ def test_opening_a_chip_pins_the_process_and_keeps_the_enumeration():
     config = BackendConfig(chip_indices=(1,), chips_on_host=2)
     before = os.sched_getaffinity(0)
     granted = backend.on_device_acquire(config).granted
-    open_runtime(backend, config).get_device(0, granted)
+    open_runtime(backend, config).open_device(granted[0])
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it ended meanwhile
             assert os.sched_getaffinity(int(thread.name)) == set(granted[0].cores)

@@ -46,7 +46,7 @@ def limited_device(backend, device):  # noqa: ARG001 - restores the process at t
     """A second handle with a limit of one million bytes."""
     config = BackendConfig(chip_indices=(0,), dtype="float32", memory_limit_bytes=1_000_000)
     runtime = open_runtime(backend, config)
-    return runtime.get_device(0, backend.on_device_acquire(config).granted)
+    return runtime.acquire(1).granted[0]
 
 
 def test_the_memory_limit_holds_for_all_live_tensors_together(limited_device):

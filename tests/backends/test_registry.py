@@ -56,7 +56,7 @@ def register(monkeypatch):
 
 def test_an_unknown_backend_is_refused_with_the_known_names(register):
     register("abacus", ThirdPartyBackend)
-    with pytest.raises(UnknownBackend, match=r"no backend 'tpu'; known backends: cpu, abacus"):
+    with pytest.raises(UnknownBackend, match=r"no backend 'tpu'; known backends: cpu, sim, abacus"):
         find_backend("tpu")
 
 

@@ -26,7 +26,7 @@ class Bench:
         config = BackendConfig(chip_indices=(0,), dtype="float32")
         backend = CpuBackend()
         runtime = open_runtime(backend, config)
-        device = runtime.get_device(0, backend.on_device_acquire(config).granted)
+        device = runtime.acquire(1).granted[0]
         kernels = runtime.bind_kernels(sampler_requirements(64))
         self.tables = SlotTables(slots_count, 64, 4, 400, 2000)
         self.sampler = Sampler(
