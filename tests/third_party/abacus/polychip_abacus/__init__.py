@@ -1,0 +1,1 @@
+"""A backend of a third party: the smallest one that serves."""
