@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
+from backends.arena import Arena, WholeArena
 from backends.plugin import ChipDescription
+from backends.scratch import Lifetime, ScratchArena
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class MemoryInfo:
 
     total_bytes: int
     free_bytes: int
+    shared: bool = False
+    """Others take of the same memory: what is free changes without this process' doing."""
 
 
 class Fence(ABC):
@@ -62,14 +66,48 @@ class Device(ABC):
 
     def __init__(self, chip: ChipDescription) -> None:
         self.chip = chip
+        self._scratch = ScratchArena(self)
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the chip, contents undefined. Raises OutOfMemory naming size and use."""
+        """A tensor on the chip, contents undefined. Raises OutOfMemory naming size and use.
+
+        Its owner may drop it while work that was asked for still uses it: the memory must not be
+        given away before that work is done.
+        """
 
     @abstractmethod
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies between host and chip or on the chip; ordered like any other work of the chip."""
+
+    def copy_each(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Copies many small tensors, each to its own target; default: one by one."""
+        for source, target in zip(sources, targets, strict=True):
+            self.copy(source, target)
+
+    def allocate_arena(self, block_bytes: int, blocks: int, segment_blocks: int) -> Arena:
+        """One address range of `blocks` blocks, in segments of `segment_blocks`; the caller's.
+
+        block_bytes: a multiple of `Capabilities.block_alignment_bytes`; block 0 starts at such a
+        multiple too. Default: one allocation whose segments cannot be given back alone. Raises
+        OutOfMemory.
+        """
+        return WholeArena(self.allocate((blocks, block_bytes), torch.uint8), segment_blocks)
+
+    @property
+    def scratch(self) -> ScratchArena:
+        """Where the worker and kernels take workspace that outlives a call.
+
+        What kernels return is the backend's to allocate and belongs to the caller; the index
+        tensors of a step are placed by the memory pool.
+        """
+        return self._scratch
+
+    def reclaim(self, lifetime: Lifetime) -> None:  # noqa: B027 - optional
+        """A lifetime of scratch ended: frees what the chip's own kernels keep per shape.
+
+        Called by `scratch.reclaim`, in order with kernels; default: nothing is kept.
+        """
 
     def to_chip(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a host tensor on the chip. Raises OutOfMemory."""
@@ -95,6 +133,10 @@ class Device(ABC):
     def capture(self, function: Callable[[], None]) -> CapturedProgram:
         """Records `function`, which works on fixed buffers, for replay; default: run eagerly."""
         return EagerProgram(function)
+
+    def stream_name(self) -> str:
+        """The stream that work goes to now, for records; empty where there is but one."""
+        return ""
 
     def memory_info(self) -> MemoryInfo:
         """Total and free bytes; default: what was enumerated, nothing used."""

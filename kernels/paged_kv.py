@@ -1,6 +1,6 @@
 """The "paged" layout: what the reference and any kernel that declares the layout see of a pool.
 
-arena   [layers, blocks, block_tokens, kv_heads, head_size], one for keys, one for values
+arena   [blocks, layers, 2 (keys, values), block_tokens, kv_heads, head_size]: a block is one piece
 token t of row r  ->  block block_tables[r, t // block_tokens], place t % block_tokens
 """
 
@@ -18,7 +18,8 @@ PAGED_ORDER = "paged"
 class PagedKV(BoundKV):
     """A paged arena with the rows of one step; block ids here are physical.
 
-    keys, values: arenas; only the last three axes are sure to be contiguous (blocks may be padded).
+    keys, values: of each layer, views [blocks, block_tokens, kv_heads, head_size] of the arena; the
+    last three axes are contiguous, from block to block lies the rest of the block.
     block_tables: [rows, most blocks of a row] int64, padded with block 0.
     token_blocks, token_places: [T] int64, where each token of the step is to be written.
     query_starts: rows + 1 positions in the step's token dimension; context_starts: for each row the
@@ -26,8 +27,8 @@ class PagedKV(BoundKV):
     step_cache: what a kernel works out once per step and reads again in the other layers.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
     block_tables: torch.Tensor
     token_blocks: torch.Tensor
     token_places: torch.Tensor
@@ -38,4 +39,4 @@ class PagedKV(BoundKV):
     @property
     def block_tokens(self) -> int:
         """Tokens in a block."""
-        return self.keys.shape[2]
+        return self.keys[0].shape[1]

@@ -70,8 +70,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Puts each token's key and value at the token's place in its block."""
-    cache.keys[layer, cache.token_blocks, cache.token_places] = key
-    cache.values[layer, cache.token_blocks, cache.token_places] = value
+    cache.keys[layer][cache.token_blocks, cache.token_places] = key
+    cache.values[layer][cache.token_blocks, cache.token_places] = value
 
 
 def attention(

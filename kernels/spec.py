@@ -22,24 +22,29 @@ class OperationSpec:
 class Support:
     """What an implementation accepts; checked when a model is bound, never by trying.
 
-    dtypes are names such as "float32"; an empty tuple means any.
+    dtypes are names such as "float32"; an empty tuple means any. layouts: orders of a KV block.
     """
 
     dtypes: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     rows_max: int | None = None
+    """Most rows of a call; None is any number."""
     alignment_elements: int = 1
+    """The last dimension must be a multiple of it."""
     contiguous: bool = False
+    """It reads contiguous tensors only, and computes nonsense from others."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What a model asks of an operation when it is bound."""
+    """What a model asks of an operation when it is bound: the most and worst of all its calls."""
 
     dtype: str
     layout: str = ""
     rows: int = 1
     last_dimension: int = 1
+    contiguous: bool = False
+    """No call passes a view that is not contiguous."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,13 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation bound to an operation, and why the others were not."""
+    """The implementation bound to an operation and why it was; every other one and why not."""
 
     operation: str
     implementation: str
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
+    """Name and reason of each other candidate, in order of preference."""
 
 
 class BoundKV:

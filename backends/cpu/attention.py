@@ -7,29 +7,48 @@ What depends only on the step (groups, masks, indices) is worked out in the firs
 the step cache of the bound cache.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as functional
 
 from backends.cpu.attention_plan import RowGroup, StepPlan, plan_step
+from backends.scratch import ScratchArena
 from kernels.paged_kv import PagedKV
 
 
-def paged_attention(
-    cache: PagedKV, layer: int, query: torch.Tensor, q_to_kv: tuple[int, ...], scale: float
-) -> torch.Tensor:
-    """See `attention` in `kernels.spec`."""
-    key = (q_to_kv, query.dtype)
-    plan: StepPlan | None = cache.step_cache.get(key)
-    if plan is None:
-        plan = cache.step_cache[key] = plan_step(cache, q_to_kv, query.dtype)
-    head_size = query.shape[-1]
-    flat_query = query.reshape(-1, head_size)
-    outputs = [
-        _attend(group, cache.keys[layer], cache.values[layer], flat_query, scale)
-        for group in plan.groups
-    ]
-    flat_output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat_output.index_select(0, plan.output_index).view(query.shape)
+class PagedAttention:
+    """The operation `attention` of `kernels.spec`.
+
+    find_scratch: the scratch of the chip that the cache is on, asked for once a step; what is taken
+    from it lasts until the step is reclaimed.
+    """
+
+    def __init__(self, find_scratch: Callable[[], ScratchArena]) -> None:
+        self._find_scratch = find_scratch
+
+    def __call__(
+        self,
+        cache: PagedKV,
+        layer: int,
+        query: torch.Tensor,
+        q_to_kv: tuple[int, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        """See `attention` in `kernels.spec`."""
+        key = (q_to_kv, query.dtype)
+        plan: StepPlan | None = cache.step_cache.get(key)
+        if plan is None:
+            plan = plan_step(cache, q_to_kv, query.dtype, self._find_scratch())
+            cache.step_cache[key] = plan
+        head_size = query.shape[-1]
+        flat_query = query.reshape(-1, head_size)
+        outputs = [
+            _attend(group, cache.keys[layer], cache.values[layer], flat_query, scale)
+            for group in plan.groups
+        ]
+        flat_output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return flat_output.index_select(0, plan.output_index).view(query.shape)
 
 
 def _attend(

@@ -1,11 +1,14 @@
 """The part of paged attention that depends on the step only: row groups, indices and masks."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from backends.scratch import Lifetime, ScratchArena
 from kernels.paged_kv import PagedKV
 
 Int64Array = npt.NDArray[np.int64]
@@ -20,8 +23,7 @@ class RowGroup:
     query_index: what fills that shape, as rows of the step's query seen as [T * h, d].
     mask: 0 or -inf, broadcast to [n, k, queries of a part, L]; None: plainly causal.
     blocks: [n * blocks of the longest row]. unwritten: gathered tokens past the end of their row.
-    keys, values: where blocks are gathered to, kept from layer to layer because fresh memory costs
-    more than the copy.
+    keys, values: where blocks are gathered to, step scratch, the same from layer to layer.
     """
 
     query_shape: tuple[int, int, int, int]
@@ -67,17 +69,20 @@ class HeadMap:
         )
 
 
-def plan_step(cache: PagedKV, q_to_kv: tuple[int, ...], dtype: torch.dtype) -> StepPlan:
+def plan_step(
+    cache: PagedKV, q_to_kv: tuple[int, ...], dtype: torch.dtype, scratch: ScratchArena
+) -> StepPlan:
     """Sorts the rows of a bound step into groups."""
-    heads = HeadMap.of(q_to_kv, cache.keys.shape[3])
+    heads = HeadMap.of(q_to_kv, cache.keys[0].shape[2])
     query_starts = np.array(cache.query_starts, dtype=np.int64)
     counts = np.diff(query_starts)
     lengths = np.array(cache.context_starts, dtype=np.int64) + counts
     output_index = np.zeros((int(query_starts[-1]), heads.query_heads), dtype=np.int64)
     groups = []
     outputs_count = 0
+    take = partial(scratch.take, Lifetime.STEP, "attention")
     for rows in _like_rows(counts, lengths):
-        group, offsets = _plan_group(cache, heads, rows, counts[rows], lengths[rows], dtype)
+        group, offsets = _plan_group(cache, heads, rows, counts[rows], lengths[rows], dtype, take)
         tokens, places = _tokens_of(query_starts[rows], counts[rows])
         output_index[tokens] = outputs_count + offsets[places]
         outputs_count += int(np.prod(group.query_shape))
@@ -110,6 +115,7 @@ def _plan_group(
     counts: Int64Array,
     lengths: Int64Array,
     dtype: torch.dtype,
+    take: Callable[[Sequence[int], torch.dtype], torch.Tensor],
 ) -> tuple[RowGroup, Int64Array]:
     """A group, and where in its outputs (row, query, query head) is: [n, q, h]."""
     # A row with fewer queries repeats its last one.
@@ -120,7 +126,7 @@ def _plan_group(
     blocks_each = -(-tokens_max // cache.block_tokens)
     blocks = cache.block_tables[torch.from_numpy(rows), :blocks_each].reshape(-1)
     places = np.arange(blocks_each * cache.block_tokens)
-    gathered_shape = (len(blocks), *cache.keys.shape[2:])
+    gathered_shape = (len(blocks), *cache.keys[0].shape[1:])
     group = RowGroup(
         query_shape=shape,
         query_index=torch.from_numpy(query_index),
@@ -128,8 +134,8 @@ def _plan_group(
         tokens_max=tokens_max,
         blocks=blocks,
         unwritten=torch.from_numpy(np.flatnonzero(places[None, :] >= lengths[:, None])),
-        keys=torch.empty(gathered_shape, dtype=cache.keys.dtype),
-        values=torch.empty(gathered_shape, dtype=cache.values.dtype),
+        keys=take(gathered_shape, cache.keys[0].dtype),
+        values=take(gathered_shape, cache.values[0].dtype),
     )
     return group, offsets
 

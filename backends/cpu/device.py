@@ -5,11 +5,14 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 from typing_extensions import override
 
+from backends.arena import Arena
+from backends.cpu.arena import MappedArena
 from backends.cpu.host import CpuChip, host_memory
 from backends.device import Device, MemoryInfo
 from backends.errors import BackendUnavailable, OutOfMemory
@@ -21,7 +24,7 @@ _ASKS_FROM_BYTES = 64 << 20
 class CpuDevice(Device):
     """Pins this process to the chip's cores, one torch thread each.
 
-    limit_bytes: most bytes that live tensors from `allocate` may take; None is what the host has.
+    limit_bytes: most bytes that live tensors and arenas may take; None is what the host has.
     """
 
     def __init__(self, chip: CpuChip, limit_bytes: int | None) -> None:
@@ -35,28 +38,44 @@ class CpuDevice(Device):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory pages are taken when they are first written, not here."""
         asked_bytes = math.prod(shape) * dtype.itemsize
-        free_bytes = self._free_bytes(asked_bytes)
-        if free_bytes is not None and asked_bytes > free_bytes:
-            raise self._out_of_memory(shape, asked_bytes, f"{free_bytes} bytes are free")
+        what = f"a tensor of {tuple(shape)}"
+        self._take(what, asked_bytes)
         try:
             tensor = torch.empty(tuple(shape), dtype=dtype)
         except RuntimeError as error:
             # torch has no class of its own for a failed allocation of main memory.
-            raise self._out_of_memory(shape, asked_bytes, str(error)) from error
-        self._used_bytes += asked_bytes
+            self._give_back(asked_bytes)
+            raise self._out_of_memory(what, asked_bytes, str(error)) from error
         # The storage outlives the tensor while any view of it lives.
         weakref.finalize(tensor.untyped_storage(), self._give_back, asked_bytes).atexit = False
         return tensor
+
+    @override
+    def allocate_arena(self, block_bytes: int, blocks: int, segment_blocks: int) -> Arena:
+        """A mapping of its own, so that segments can go back to the system one by one."""
+        take = partial(self._take, f"an arena of {blocks} blocks")
+        try:
+            return MappedArena(blocks, block_bytes, segment_blocks, take, self._give_back)
+        except (OSError, OverflowError, ValueError) as error:
+            raise self._out_of_memory(
+                f"an arena of {blocks} blocks", blocks * block_bytes, str(error)
+            ) from error
+
+    def _take(self, what: str, asked_bytes: int) -> None:
+        free_bytes = self._free_bytes(asked_bytes)
+        if free_bytes is not None and asked_bytes > free_bytes:
+            raise self._out_of_memory(what, asked_bytes, f"{free_bytes} bytes are free")
+        self._used_bytes += asked_bytes
 
     def _free_bytes(self, asked_bytes: int) -> int | None:
         if self._limit_bytes is not None:
             return self._limit_bytes - self._used_bytes
         return host_memory().available if asked_bytes >= _ASKS_FROM_BYTES else None
 
-    def _out_of_memory(self, shape: Sequence[int], asked_bytes: int, why: str) -> OutOfMemory:
+    def _out_of_memory(self, what: str, asked_bytes: int, why: str) -> OutOfMemory:
         limit = "none" if self._limit_bytes is None else f"{self._limit_bytes} bytes"
         return OutOfMemory(
-            f"{asked_bytes} bytes asked for a tensor of {tuple(shape)}; {why}; "
+            f"{asked_bytes} bytes asked for {what}; {why}; "
             f"{self._used_bytes} bytes are in use on chip {self.chip.index}, its limit is {limit}"
         )
 
@@ -68,11 +87,16 @@ class CpuDevice(Device):
         target.copy_(source)
 
     @override
+    def copy_each(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        # One call of torch for all: a small copy costs less than the call.
+        torch._foreach_copy_(list(targets), list(sources))
+
+    @override
     def memory_info(self) -> MemoryInfo:
         """The limit and what is left of it; without a limit the host's memory."""
         total, available = host_memory()
         if self._limit_bytes is None:
-            return MemoryInfo(total, available)
+            return MemoryInfo(total, available, shared=True)
         left_bytes = self._limit_bytes - self._used_bytes
         return MemoryInfo(self._limit_bytes, max(0, min(left_bytes, available)))
 

@@ -1,10 +1,13 @@
 """Operations on CPU cores by torch's fused kernels; each agrees with the reference it replaces."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as functional
 
-from backends.cpu.attention import paged_attention
+from backends.cpu.attention import PagedAttention
 from backends.cpu.sampling import adjust_logits, sample, token_logprobs
+from backends.scratch import ScratchArena
 from kernels.paged_kv import PAGED_ORDER, PagedKV
 from kernels.spec import Implementation, Support
 
@@ -88,7 +91,7 @@ def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor)
 _ANY = Support()
 _PAGED = Support(layouts=(PAGED_ORDER,))
 
-CPU_IMPLEMENTATIONS = (
+_STATELESS = (
     Implementation("embedding", "torch", embedding, _ANY),
     Implementation("rms_norm", "torch", rms_norm, _ANY),
     Implementation("add_rms_norm", "torch", add_rms_norm, _ANY),
@@ -97,8 +100,13 @@ CPU_IMPLEMENTATIONS = (
     Implementation("rotary", "torch", rotary, _ANY),
     Implementation("silu_mul", "torch", silu_mul, _ANY),
     Implementation("write_kv", "torch", write_kv, _PAGED),
-    Implementation("attention", "torch-sdpa", paged_attention, _PAGED),
     Implementation("adjust_logits", "torch", adjust_logits, _ANY),
     Implementation("sample", "numpy", sample, _ANY),
     Implementation("token_logprobs", "torch", token_logprobs, _ANY),
 )
+
+
+def cpu_implementations(find_scratch: Callable[[], ScratchArena]) -> Sequence[Implementation]:
+    """All operations; find_scratch: the scratch of the open chip."""
+    attention = PagedAttention(find_scratch)
+    return (*_STATELESS, Implementation("attention", "torch-sdpa", attention, _PAGED))

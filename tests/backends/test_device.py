@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backends.errors import OutOfMemory
-from backends.interface import BackendConfig, open_runtime
+from backends.interface import BackendConfig, Lifetime, open_runtime
 
 
 def test_copies_to_the_chip_and_back(device):
@@ -26,14 +26,13 @@ def test_what_was_asked_before_a_fence_may_be_read_after_it(device):
 
 
 def test_a_captured_program_works_on_the_same_buffers_again(device):
-    total = device.to_chip(torch.zeros(4))
-    addend = device.to_chip(torch.ones(4))
-    program = device.capture(lambda: total.add_(addend))
-    device.copy(torch.zeros(4), total)
-    program.replay()
-    device.copy(torch.full((4,), 5.0), addend)
-    program.replay()
-    assert device.to_host(total).tolist() == [6.0] * 4
+    source = device.to_chip(torch.zeros(4))
+    target = device.allocate((4,), torch.float32)
+    program = device.capture(lambda: device.copy(source, target))
+    for number in (3.0, 5.0):
+        device.copy(torch.full((4,), number), source)
+        program.replay()
+        assert device.to_host(target).tolist() == [number] * 4
 
 
 def test_memory_info_is_within_the_chip(device):
@@ -59,6 +58,18 @@ def test_the_memory_limit_holds_for_all_live_tensors_together(limited_device):
     del view
     gc.collect()
     assert limited_device.allocate((200_000,), torch.float32).numel() == 200_000
+
+
+def test_the_memory_limit_counts_arenas_and_scratch(limited_device):
+    arena = limited_device.allocate_arena(1024, 500, 100)
+    limited_device.scratch.take(Lifetime.REQUEST, "state", (300_000,), torch.uint8, 0)
+    with pytest.raises(OutOfMemory, match="bytes asked"):
+        limited_device.allocate((300_000,), torch.uint8)
+    arena.close()
+    assert limited_device.allocate((300_000,), torch.uint8).numel() == 300_000
+    limited_device.scratch.reclaim(Lifetime.MODEL)
+    gc.collect()
+    assert limited_device.allocate((600_000,), torch.uint8).numel() == 600_000
 
 
 def test_more_than_the_machine_has_is_refused(device):
