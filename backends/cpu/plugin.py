@@ -13,7 +13,10 @@ _DTYPES = ("float32", "bfloat16")
 
 
 class CpuBackend(Backend):
-    """CPU cores as chips: each chip is a set of the cores this process may run on."""
+    """CPU cores as chips: each chip is a set of the cores this process may run on.
+
+    The option `device-ids=a,b,...` gives the host chips of these ids, to try lists of devices.
+    """
 
     runtime_module = "backends.cpu.runtime:CpuRuntime"
     auto_rank = 1000  # Behind every accelerator.
@@ -33,17 +36,27 @@ class CpuBackend(Backend):
 
     @override
     def enumerate_chips(self, config: BackendConfig) -> Sequence[ChipDescription]:
-        share_bytes = host_memory().total // config.chips_on_host
         return [
-            CpuChip(
-                index=index,
-                description="cores " + ",".join(map(str, cores)),
-                memory_bytes=share_bytes,
-                cores=cores,
-            )
-            for index in range(config.chips_on_host)
-            for cores in [self._cores_of_chip(index, config)]
+            self._chip(index, device_id, config)
+            for index, device_id in enumerate(_device_ids(config))
         ]
+
+    @override
+    def select_chips(self, config: BackendConfig) -> Sequence[ChipDescription]:
+        """The cores go by the place in the list, so that those chosen share as few as possible."""
+        return [
+            self._chip(chip.index, chip.device_id, config) for chip in super().select_chips(config)
+        ]
+
+    def _chip(self, index: int, device_id: str, config: BackendConfig) -> CpuChip:
+        cores = self._cores_of_chip(index, config)
+        return CpuChip(
+            index=index,
+            description="cores " + ",".join(map(str, cores)),
+            memory_bytes=host_memory().total // config.chips_on_host,
+            device_id=device_id,
+            cores=cores,
+        )
 
     @override
     def on_init(self, config: BackendConfig) -> None:
@@ -66,3 +79,9 @@ class CpuBackend(Backend):
         return tuple(
             self._cores[(index * each + place) % len(self._cores)] for place in range(each)
         )
+
+
+def _device_ids(config: BackendConfig) -> Sequence[str]:
+    """The ids of the host's chips; the empty id of a chip that is known by its number."""
+    listed = config.options.get("device-ids")
+    return [""] * config.chips_on_host if listed is None else listed.split(",")

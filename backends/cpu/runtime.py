@@ -1,21 +1,33 @@
-"""The cpu backend once torch is there: opens sets of cores and offers faster kernels."""
+"""The cpu backend once torch is there: sets of cores, faster kernels, collectives in memory."""
 
+import logging
 from collections.abc import Sequence
 
 from typing_extensions import override
 
 from backends.cpu.device import CpuDevice
 from backends.cpu.host import CpuChip
-from backends.cpu.kernels import CPU_IMPLEMENTATIONS
+from backends.cpu.kernels import cpu_implementations
+from backends.cpu.shared_memory_end import SharedMemorySettings
+from backends.cpu.shared_memory_join import Refusal, join_shared_memory
+from backends.cpu.shared_memory_library import Library
 from backends.device import Device
 from backends.errors import BackendUnavailable
-from backends.interface import BackendRuntime
+from backends.gloo_rendezvous import GlooRendezvous
+from backends.interface import BackendRuntime, Communicator, GroupPlace
 from backends.plugin import ChipDescription
 from kernels.spec import Implementation
 
+_COLLECTIVES = ("auto", "shared-memory", "gloo")
+_log = logging.getLogger(__name__)
+
 
 class CpuRuntime(BackendRuntime):
-    """Everything but the device and the kernels is the default."""
+    """Collectives go through shared memory; over gloo where the ranks share none.
+
+    The option `collectives` says which: auto (default), shared-memory (or fail) or gloo. It must be
+    the same on every rank.
+    """
 
     @override
     def open_device(self, chip: ChipDescription) -> Device:
@@ -25,4 +37,36 @@ class CpuRuntime(BackendRuntime):
 
     @override
     def implementations(self) -> Sequence[Implementation]:
-        return CPU_IMPLEMENTATIONS
+        return cpu_implementations(lambda: self.get_device(0).scratch)
+
+    @override
+    def connect_ranks(
+        self, device: Device, place: GroupPlace, rendezvous: GlooRendezvous
+    ) -> Communicator:
+        choice = self._choice()
+        if choice == "gloo":
+            return super().connect_ranks(device, place, rendezvous)
+        joined = join_shared_memory(place, rendezvous, Library, SharedMemorySettings())
+        if not isinstance(joined, Refusal):
+            return joined
+        if choice == "shared-memory":
+            raise BackendUnavailable(f"the ranks share no memory: {joined.reason}")
+        if place.rank == 0:
+            _log.warning("%s: gloo carries the collectives: %s", place.key, joined.reason)
+        return super().connect_ranks(device, place, rendezvous)
+
+    @override
+    def collectives(self) -> str:
+        if self._choice() == "gloo":
+            return "gloo, over TCP: the option collectives says so"
+        try:
+            Library()
+        except BackendUnavailable as error:
+            return f"gloo, over TCP: {error}"
+        return "shared memory, gloo between ranks that share none"
+
+    def _choice(self) -> str:
+        choice = self.config.options.get("collectives", _COLLECTIVES[0])
+        if choice not in _COLLECTIVES:
+            raise BackendUnavailable(f"collectives is {choice!r}; choose {', '.join(_COLLECTIVES)}")
+        return choice
