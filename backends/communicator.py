@@ -14,6 +14,9 @@ from typing_extensions import override
 
 from backends.errors import CommunicatorError
 
+FUSED_BYTES_MAX = 64 << 10
+"""Where a message costs some tens of microseconds and a gigabyte a tenth of a second."""
+
 
 class Work(ABC):
     """A submitted collective. The tensors given to it may be used again once it is waited for."""
@@ -90,6 +93,14 @@ class Communicator(ABC):
     @abstractmethod
     def receive(self, tensor: torch.Tensor, peer: int) -> Work:
         """Receives from one rank, in place."""
+
+    @property
+    def fused_bytes_max(self) -> int:
+        """The largest message that costs less packed together with others than on its own.
+
+        0 where a message of its own costs less than packing. Alike on every rank.
+        """
+        return FUSED_BYTES_MAX
 
     @contextmanager
     def group(self) -> Iterator[None]:
