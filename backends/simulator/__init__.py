@@ -1,0 +1,1 @@
+"""A model of accelerators in main memory: what a chip does with time, memory, order and faults."""
