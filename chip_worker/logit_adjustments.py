@@ -1,14 +1,16 @@
 """What bias, penalties and suppression change of a step's logits, as entries of (row, token)."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from chip_worker.slots import Slot
 
+Column = TypeVar("Column")
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
@@ -21,23 +23,25 @@ class LogitAdjustments:
 
     row: Int64Array
     token: Int64Array
-    bias: Float32Array
     output_count: Int64Array
+    bias: Float32Array
     presence: Float32Array
     frequency: Float32Array
     repetition: Float32Array
 
-    def columns(self) -> tuple[Int64Array | Float32Array, ...]:
-        """In the order of the operation's arguments."""
+    def packed(self) -> tuple[Int64Array, Float32Array]:
+        """[3, N] and [4, N], the columns in the order of the fields: two copies carry them all."""
         return (
-            self.row,
-            self.token,
-            self.bias,
-            self.output_count,
-            self.presence,
-            self.frequency,
-            self.repetition,
+            np.stack((self.row, self.token, self.output_count)),
+            np.stack((self.bias, self.presence, self.frequency, self.repetition)),
         )
+
+
+def unpacked(whole: Iterable[Column], real: Iterable[Column]) -> tuple[Column, ...]:
+    """What was packed, taken apart, in the order of the arguments of `adjust_logits`."""
+    row, token, output_count = whole
+    bias, presence, frequency, repetition = real
+    return row, token, bias, output_count, presence, frequency, repetition
 
 
 def adjust_rows(slots: Sequence[Slot], vocabulary: int) -> LogitAdjustments | None:
@@ -52,8 +56,11 @@ def adjust_rows(slots: Sequence[Slot], vocabulary: int) -> LogitAdjustments | No
     ]
     if not entries:
         return None
-    columns = zip(*(entry.columns() for entry in entries), strict=True)
-    return LogitAdjustments(*(np.concatenate(column) for column in columns))
+    columns = (
+        np.concatenate([getattr(entry, field.name) for entry in entries])
+        for field in fields(LogitAdjustments)
+    )
+    return LogitAdjustments(*columns)
 
 
 def _adjust_row(row: int, slot: Slot, vocabulary: int) -> LogitAdjustments | None:

@@ -7,9 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.interface import BatchRows, Device, MemoryPool
+from backends.interface import BatchRows, KernelTable, MemoryPool
 from chip_worker.models.model import Model
 from chip_worker.slots import PlannedRow
+from chip_worker.step_memory import StepMemory
+
+GATHER_OPERATION = "embedding"
+"""Hidden states of some tokens are looked up as embeddings of some ids are."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class ModelRunner:
         self,
         model: Model,
         pool: MemoryPool,
-        device: Device,
+        kernels: KernelTable,
+        memory: StepMemory,
         vocabulary_tokens: int | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
-        self._device = device
+        self._gather = kernels.function(GATHER_OPERATION)
+        self._memory = memory
         self._vocabulary_tokens = vocabulary_tokens
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -70,22 +76,23 @@ class ModelRunner:
         Every rank of the group must call it with the same batch. Raises whatever chip and
         communicator raise.
         """
-        ids = self._device.to_chip(torch.from_numpy(batch.ids))
-        positions = self._device.to_chip(torch.from_numpy(batch.positions))
-        return self._model.forward(ids, positions, self._pool.bind(batch.rows))
+        tokens = torch.from_numpy(np.stack((batch.ids, batch.positions)))
+        placed = self._memory.place(GATHER_OPERATION, tokens)
+        return self._model.forward(placed[0], placed[1], self._pool.bind(batch.rows))
 
     def logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor | None:
         """The float32 logits [R, V] of R tokens, given by their ascending places in `hidden`.
 
         V: the ids that the tokenizer knows; the rows may be a view and need not be contiguous.
-        None on ranks other than 0, and where `places` is empty. Every rank must call it alike.
+        Valid until the next call. None on ranks other than 0, and where `places` is empty. Every
+        rank must call it alike.
         """
         if not places:
             return None
         if len(places) < hidden.shape[0]:
             # Only these rows go through the LM head, the largest matrix of small models.
-            chosen = self._device.to_chip(torch.tensor(places, dtype=torch.int64))
-            hidden = hidden[chosen]
+            chosen = self._memory.place("logits", torch.tensor(places, dtype=torch.int64))
+            hidden = self._gather(chosen, hidden, 0)
         logits = self._model.logits(hidden)
         # Here and nowhere else: whoever draws, lists or scores sees no others.
         return None if logits is None else logits[:, : self._vocabulary_tokens]

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.interface import Communicator, Device, KernelTable, Requirement
+from backends.interface import Communicator, KernelTable, Requirement
 from chip_worker.batch import RowResult
-from chip_worker.logit_adjustments import adjust_rows
+from chip_worker.logit_adjustments import adjust_rows, unpacked
 from chip_worker.slots import Slot, SlotTables
+from chip_worker.step_memory import StepMemory
 from chip_worker.token_scores import LOGPROBS_OPERATION, TokenScore, TokenScorer
 
 ADJUST_OPERATION = "adjust_logits"
@@ -39,14 +40,15 @@ class Sampler:
         self,
         kernels: KernelTable,
         communicator: Communicator,
-        device: Device,
+        memory: StepMemory,
         tables: SlotTables,
         scorer: TokenScorer,
     ) -> None:
         self._adjust = kernels.function(ADJUST_OPERATION)
         self._sample = kernels.function(SAMPLE_OPERATION)
         self._communicator = communicator
-        self._device = device
+        self._memory = memory
+        self._device = memory.device
         self._tables = tables
         self._scorer = scorer
 
@@ -78,7 +80,7 @@ class Sampler:
     def draw(self, logits: torch.Tensor | None, slots: Sequence[Slot]) -> Draw:
         """Draws without recording; arguments as for `sample`."""
         if logits is None:
-            ids = self._device.allocate((len(slots),), torch.int64)
+            ids = self._memory.buffer(SAMPLE_OPERATION, (len(slots),), torch.int64)
             self._communicator.broadcast(ids, root=0).wait_stream()
             return Draw(self._device.to_host(ids).tolist(), [])
         ids, finite = self._sample(self._adjusted(logits, slots), *self._keys(slots))
@@ -90,22 +92,34 @@ class Sampler:
         adjustments = adjust_rows(slots, logits.shape[1])
         if adjustments is None:
             return logits
-        columns = (self._device.to_chip(torch.from_numpy(c)) for c in adjustments.columns())
-        adjusted: torch.Tensor = self._adjust(logits, *columns)
+        whole, real = (
+            self._memory.place(ADJUST_OPERATION, torch.from_numpy(columns))
+            for columns in adjustments.packed()
+        )
+        adjusted: torch.Tensor = self._adjust(logits, *unpacked(whole, real))
         return adjusted
 
     def _keys(self, slots: Sequence[Slot]) -> tuple[torch.Tensor, ...]:
-        """The other arguments of the sample operation, in its order."""
+        """The other arguments of the sample operation, in its order; two copies carry them all."""
         samplings = [slot.sampling for slot in slots]
-        return (
-            self._on_chip([found.temperature for found in samplings], torch.float32),
-            self._on_chip([_signed(found.seed) for found in samplings], torch.int64),
-            self._on_chip([found.choice for found in samplings], torch.int64),
-            self._on_chip([slot.known - slot.output_start for slot in slots], torch.int64),
-            self._on_chip([found.top_k for found in samplings], torch.int64),
-            self._on_chip([found.top_p for found in samplings], torch.float32),
-            self._on_chip([found.min_p for found in samplings], torch.float32),
+        seed, choice, index, top_k = self._placed(
+            torch.int64,
+            [_signed(found.seed) for found in samplings],
+            [found.choice for found in samplings],
+            [slot.known - slot.output_start for slot in slots],
+            [found.top_k for found in samplings],
         )
+        temperature, top_p, min_p = self._placed(
+            torch.float32,
+            [found.temperature for found in samplings],
+            [found.top_p for found in samplings],
+            [found.min_p for found in samplings],
+        )
+        return temperature, seed, choice, index, top_k, top_p, min_p
+
+    def _placed(self, dtype: torch.dtype, *columns: Sequence[float]) -> tuple[torch.Tensor, ...]:
+        placed = self._memory.place(SAMPLE_OPERATION, torch.tensor(columns, dtype=dtype))
+        return placed.unbind()
 
     def _score(
         self, logits: torch.Tensor, slots: Sequence[Slot], draw: Draw
@@ -120,7 +134,7 @@ class Sampler:
         if not asking:
             return scores
         if len(asking) < len(slots):
-            logits = logits[self._on_chip(asking, torch.int64)]
+            logits = self._rows_of(logits, asking)
         found = self._scorer.score(
             logits,
             [draw.ids[row] for row in asking],
@@ -130,8 +144,12 @@ class Sampler:
             scores[row] = score
         return scores
 
-    def _on_chip(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return self._device.to_chip(torch.tensor(values, dtype=dtype))
+    def _rows_of(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        shape = (len(rows), logits.shape[1])
+        gathered = self._memory.buffer(LOGPROBS_OPERATION, shape, logits.dtype)
+        for place, row in enumerate(rows):
+            self._device.copy(logits[row], gathered[place])
+        return gathered
 
     def _logits_bytes(self, row: torch.Tensor) -> bytes:
         return self._device.to_host(row).numpy().astype("<f4").tobytes()

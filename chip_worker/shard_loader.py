@@ -34,11 +34,10 @@ class LoadedShard:
 class ShardLoader:
     """The open checkpoint and at most one shard of it on the chip."""
 
-    def __init__(self, model_path: str, dtype: torch.dtype) -> None:
+    def __init__(self, model_path: str) -> None:
         """Opens the checkpoint, reads no weights. Raises ModelError."""
         self._checkpoint = open_checkpoint(model_path)
         self._model = find_model(self._checkpoint.config)
-        self._dtype = dtype
         self._loaded: LoadedShard | None = None
 
     def fingerprint(self) -> ModelFingerprint:
@@ -49,10 +48,10 @@ class ShardLoader:
         """The shard of a rank. Raises ModelError naming the sizes that work."""
         return plan_shard(self._checkpoint.config, rank, world_size, kv_policy)
 
-    def load_plan(self, shard: ShardPlan) -> ModelLoadPlan:
-        """What loading the shard will take, for the backend."""
+    def load_plan(self, shard: ShardPlan, dtype: torch.dtype) -> ModelLoadPlan:
+        """What loading the shard in `dtype` will take, for the backend."""
         config = self._checkpoint.config
-        weight_bytes = self._model.weight_elements(config, shard) * self._dtype.itemsize
+        weight_bytes = self._model.weight_elements(config, shard) * dtype.itemsize
         return ModelLoadPlan(config.architecture, weight_bytes, shard.rank, shard.world_size)
 
     @property
@@ -61,16 +60,17 @@ class ShardLoader:
         assert self._loaded is not None, "weights are loaded before a rank enters its group"
         return self._loaded
 
-    def load(self, shard: ShardPlan, device: Device) -> None:
-        """Puts the shard on the chip, unless it is there. Raises ModelError or OutOfMemory."""
+    def load(self, shard: ShardPlan, device: Device, dtype: torch.dtype) -> None:
+        """Puts the shard on the chip, unless it is there. Raises ModelError or OutOfMemory.
+
+        dtype: of the weights, the same at every call.
+        """
         if self._loaded is not None and self._loaded.shard == shard:
             return
         # Dropped first: two shards may not fit the chip.
         self._loaded = None
-        weights = self._model.load(ShardReader(self._checkpoint, device, self._dtype, shard))
-        self._loaded = LoadedShard(
-            self._model, self._checkpoint.config, shard, weights, self._dtype
-        )
+        weights = self._model.load(ShardReader(self._checkpoint, device, dtype, shard))
+        self._loaded = LoadedShard(self._model, self._checkpoint.config, shard, weights, dtype)
 
     def close(self) -> None:
         """Forgets the shard and closes the checkpoint."""

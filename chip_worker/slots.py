@@ -9,7 +9,9 @@ raises DivergedError. After that the epoch is over, so nothing is undone.
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,11 +57,32 @@ class PlannedRow:
         return range(self.start + 1, min(self.stop, prompt_count - 1) + 1)
 
 
-class SlotTables:
-    """All slots of one epoch.
+class BlockPool(Protocol):
+    """What the tables need of the KV pool: to say which blocks their slots hold."""
 
-    context_tokens: most tokens whose KV a slot may hold; blocks_count: capacity of the KV pool;
-    row_tokens_max: most tokens of all rows of a step.
+    @property
+    def capacity(self) -> int:
+        """Blocks are 0 .. capacity - 1."""
+
+    @property
+    def referenced_count(self) -> int:
+        """Blocks with a reference."""
+
+    def references(self, block: int) -> int:
+        """How many slots hold a block."""
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """A slot holds these blocks."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """It holds them no more."""
+
+
+class SlotTables:
+    """All slots of one epoch; `end` ends it.
+
+    context_tokens: most tokens whose KV a slot may hold; row_tokens_max: most tokens of all rows of
+    a step; pool: its references follow the slots.
     """
 
     def __init__(
@@ -67,12 +90,12 @@ class SlotTables:
         slots_count: int,
         context_tokens: int,
         block_tokens: int,
-        blocks_count: int,
+        pool: BlockPool,
         row_tokens_max: int,
     ) -> None:
         self._context_tokens = context_tokens
         self._block_tokens = block_tokens
-        self._blocks_count = blocks_count
+        self._pool = pool
         self._row_tokens_max = row_tokens_max
         self._slots: list[Slot | None] = [None] * slots_count
         # One more than the context: the token drawn at its very end is known but never computed.
@@ -85,7 +108,7 @@ class SlotTables:
         does not fit, and if the digest after the step is not the step's.
         """
         for slot_index in step.releases:
-            self._occupied(slot_index, "release")
+            self._pool.release(self._occupied(slot_index, "release").block_ids)
             self._slots[slot_index] = None
         for admission in step.admissions:
             self._admit(admission)
@@ -94,6 +117,7 @@ class SlotTables:
         for slot_index, block_id in step.new_blocks:
             slot = self._occupied(slot_index, "new block")
             self._check_block(slot_index, block_id)
+            self._pool.retain((block_id,))
             slot.block_ids.append(block_id)
         rows = self._plan_rows(step.rows)
         if step.digest is not None:
@@ -112,6 +136,14 @@ class SlotTables:
     def occupied(self) -> list[int]:
         """Indices of the slots that hold a request, ascending."""
         return [index for index, slot in enumerate(self._slots) if slot is not None]
+
+    def end(self) -> None:
+        """Called once, last: no slot holds a block any more, and the pool must know of no other."""
+        for slot in self._slots:
+            if slot is not None:
+                self._pool.release(slot.block_ids)
+        left_count = self._pool.referenced_count
+        assert not left_count, f"{left_count} KV blocks are held by no slot, but not released"
 
     def digest(self) -> int:
         """CRC-32 over (slot, length, blocks, last block) of every occupied slot, ascending."""
@@ -147,6 +179,7 @@ class SlotTables:
             )
         for block_id in admission.block_ids:
             self._check_block(index, block_id)
+        self._pool.retain(admission.block_ids)
         self._slots[index] = Slot(
             tokens=self._tokens[index],
             known=0,
@@ -170,9 +203,9 @@ class SlotTables:
         slot.known = known
 
     def _check_block(self, slot_index: int, block_id: int) -> None:
-        if not 0 <= block_id < self._blocks_count:
+        if not 0 <= block_id < self._pool.capacity:
             raise DivergedError(
-                f"slot {slot_index} is given block {block_id}; there are {self._blocks_count}"
+                f"slot {slot_index} is given block {block_id}; there are {self._pool.capacity}"
             )
 
     def _plan_rows(self, rows: tuple[StepRow, ...]) -> list[PlannedRow]:
@@ -203,6 +236,7 @@ class SlotTables:
                 f"slot {row.slot} is to hold {stop} tokens in {len(slot.block_ids)} blocks of "
                 f"{self._block_tokens}"
             )
+        self._check_unshared(row.slot, slot, start, stop)
         planned = PlannedRow(row.slot, slot, start, stop, row.sampled)
         if planned.scored and planned.scored[-1] >= slot.known:
             raise DivergedError(
@@ -210,3 +244,14 @@ class SlotTables:
             )
         slot.length = stop
         return planned
+
+    def _check_unshared(self, slot_index: int, slot: Slot, start: int, stop: int) -> None:
+        """The blocks that tokens `start` .. `stop` - 1 are written to must be the slot's alone."""
+        first, last = start // self._block_tokens, (stop - 1) // self._block_tokens
+        for block_id in slot.block_ids[first : last + 1]:
+            holders_count = self._pool.references(block_id)
+            if holders_count != 1:
+                raise DivergedError(
+                    f"slot {slot_index} is to write block {block_id}, which is held "
+                    f"{holders_count} times"
+                )

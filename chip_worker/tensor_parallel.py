@@ -39,11 +39,6 @@ class ShardPlan:
         """This rank's rows of embedding and LM head."""
         return self.vocabulary[self.rank]
 
-    @property
-    def vocabulary_rows_max(self) -> int:
-        """Rows of the largest vocabulary shard of the group."""
-        return max(len(rows) for rows in self.vocabulary)
-
 
 def plan_shard(config: ModelConfig, rank: int, world_size: int, kv_policy: str) -> ShardPlan:
     """The shard of `rank`. Raises ModelError naming the sizes that work when this one does not."""

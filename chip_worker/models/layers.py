@@ -5,8 +5,9 @@
       v                                 v
     partial [T, H]  --all_reduce-->  hidden [T, H]
 
-Layers allocate, slice and reshape; all arithmetic is done by kernels. They never see keys and
-values once written: the cache is opaque.
+Layers only view what is on the chip: kernels compute, the device copies, nothing else reads or
+writes, for a tensor's contents may be there long after the call that makes them. They never see
+keys and values once written: the cache is opaque.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.interface import BoundKV, Communicator, Device, KernelTable
+from backends.interface import BoundKV, Communicator, KernelTable
 from chip_worker.errors import ModelError
 from chip_worker.model_config import RopeConfig
+from chip_worker.models.summed_projection import SummedProjection
+from chip_worker.step_memory import StepMemory
 from chip_worker.tensor_parallel import ShardPlan
 
 
@@ -62,13 +65,13 @@ class Attention:
     """Grouped-query attention of this rank's heads over the paged cache."""
 
     def __init__(
-        self, kernels: KernelTable, communicator: Communicator, shard: ShardPlan, head_size: int
+        self, kernels: KernelTable, project: SummedProjection, shard: ShardPlan, head_size: int
     ) -> None:
         self._linear = kernels.function("linear")
         self._rotary = kernels.function("rotary")
         self._write_kv = kernels.function("write_kv")
         self._attention = kernels.function("attention")
-        self._communicator = communicator
+        self._project = project
         self._query_heads = len(shard.query_heads)
         self._kv_heads = len(shard.kv_heads)
         self._q_to_kv = shard.q_to_kv
@@ -98,27 +101,22 @@ class Attention:
         attended = self._attention(
             cache, layer, query_key[:, : self._query_heads], self._q_to_kv, self._scale
         )
-        output: torch.Tensor = self._linear(
-            attended.reshape(tokens, -1), weights.output, None, None
-        )
-        self._communicator.all_reduce(output).wait_stream()
-        return output
+        assert attended.is_contiguous(), f"attention gave strides {attended.stride()}"
+        return self._project(attended.view(tokens, -1), weights.output)
 
 
 class MLP:
     """Gated feed-forward layer over this rank's part of the intermediate dimension."""
 
-    def __init__(self, kernels: KernelTable, communicator: Communicator) -> None:
+    def __init__(self, kernels: KernelTable, project: SummedProjection) -> None:
         self._linear = kernels.function("linear")
         self._silu_mul = kernels.function("silu_mul")
-        self._communicator = communicator
+        self._project = project
 
     def __call__(self, weights: MLPWeights, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [T, H] -> [T, H], summed over the ranks."""
         gated = self._silu_mul(self._linear(hidden, weights.gate_up, None, None))
-        output: torch.Tensor = self._linear(gated, weights.down, None, None)
-        self._communicator.all_reduce(output).wait_stream()
-        return output
+        return self._project(gated, weights.down)
 
 
 class VocabularyEmbedding:
@@ -140,30 +138,49 @@ class VocabularyHead:
     """LM head whose rows are split over the ranks; rank 0 puts the logits together."""
 
     def __init__(
-        self, kernels: KernelTable, communicator: Communicator, device: Device, shard: ShardPlan
+        self,
+        kernels: KernelTable,
+        communicator: Communicator,
+        memory: StepMemory,
+        shard: ShardPlan,
     ) -> None:
         self._logits = kernels.function("logits")
         self._communicator = communicator
-        self._device = device
+        self._memory = memory
         self._shard = shard
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """hidden [R, H] -> logits [R, V] float32 on rank 0, else None; every rank must call."""
+        """hidden [R, H] -> logits [R, V] float32 on rank 0, valid until the next call, else None.
+
+        Every rank must call it alike.
+        """
         own: torch.Tensor = self._logits(hidden, weight)
         if self._shard.world_size == 1:
             return own
-        # Collectives want equal shapes: the shards are padded to the largest and trimmed again.
-        rows = hidden.shape[0]
-        padded = self._device.allocate((rows, self._shard.vocabulary_rows_max), own.dtype)
-        padded[:, : own.shape[1]] = own
-        padded[:, own.shape[1] :] = 0
-        gathered = self._device.allocate((self._shard.world_size, *padded.shape), own.dtype)
-        self._communicator.all_gather(padded, gathered).wait_stream()
         if self._shard.rank != 0:
+            with self._communicator.group():
+                sent = self._communicator.send(own, 0)
+            sent.wait_stream()
             return None
-        logits = self._device.allocate((rows, self._shard.vocabulary[-1].stop), own.dtype)
-        for part, columns in zip(gathered, self._shard.vocabulary, strict=True):
-            logits[:, columns.start : columns.stop] = part[:, : len(columns)]
+        return self._collect(own)
+
+    def _collect(self, own: torch.Tensor) -> torch.Tensor:
+        """Rank 0: its own part and those of the others, side by side."""
+        rows, columns = own.shape[0], self._shard.vocabulary
+        parts = [own] + [
+            self._memory.buffer("logits", (rows, len(columns[rank])), own.dtype, part=rank)
+            for rank in range(1, self._shard.world_size)
+        ]
+        with self._communicator.group():
+            received = [
+                self._communicator.receive(parts[rank], rank)
+                for rank in range(1, self._shard.world_size)
+            ]
+        logits = self._memory.buffer("logits", (rows, columns[-1].stop), own.dtype)
+        self._memory.device.copy(own, logits[:, : own.shape[1]])
+        for work, part, place in zip(received, parts[1:], columns[1:], strict=True):
+            work.wait_stream()
+            self._memory.device.copy(part, logits[:, place.start : place.stop])
         return logits
 
 

@@ -21,6 +21,7 @@ from chip_worker.models.layers import (
     rotary_table,
 )
 from chip_worker.models.model import Model, ModelPlace
+from chip_worker.models.summed_projection import SummedProjection
 from chip_worker.tensor_parallel import ShardPlan
 from chip_worker.weights import RowPart, ShardReader
 
@@ -38,11 +39,12 @@ class LlamaModel(Model):
         self._rms_norm = kernels.function("rms_norm")
         self._add_rms_norm = kernels.function("add_rms_norm")
         self._embedding = VocabularyEmbedding(kernels, communicator, shard)
-        self._attention = Attention(kernels, communicator, shard, config.head_size)
-        self._mlp = MLP(kernels, communicator)
-        self._head = VocabularyHead(kernels, communicator, place.device, shard)
-        self._cos_sin = place.device.to_chip(
-            rotary_table(config.rope, config.head_size, place.context_tokens)
+        project = SummedProjection(kernels, communicator, place.memory, overlaps=place.overlaps)
+        self._attention = Attention(kernels, project, shard, config.head_size)
+        self._mlp = MLP(kernels, project)
+        self._head = VocabularyHead(kernels, communicator, place.memory, shard)
+        self._cos_sin = place.keep(
+            "rotary", rotary_table(config.rope, config.head_size, place.context_tokens)
         )
 
     @override

@@ -6,25 +6,34 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.interface import BoundKV, Communicator, Device, KernelTable, Requirement
+from backends.interface import BoundKV, Communicator, KernelTable, Lifetime, Requirement
 from chip_worker.model_config import ModelConfig
 from chip_worker.models.layers import DecoderWeights
+from chip_worker.step_memory import StepMemory
 from chip_worker.tensor_parallel import ShardPlan
 from chip_worker.weights import ShardReader
 
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a model runs for one epoch: the chip, its kernels and its group.
+    """Where a model runs for one epoch: the chip's memory and kernels, and its group.
 
-    context_tokens: positions it must know.
+    context_tokens: positions it must know. overlaps: collectives return before they are done.
     """
 
-    device: Device
+    memory: StepMemory
     kernels: KernelTable
     communicator: Communicator
     shard: ShardPlan
     context_tokens: int
+    overlaps: bool = False
+
+    def keep(self, operation: str, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the chip, until the epoch ends, of host values that `operation` reads."""
+        device = self.memory.device
+        kept = device.scratch.take(Lifetime.MODEL, operation, values.shape, values.dtype)
+        device.copy(values, kept)
+        return kept
 
 
 class Model(ABC):
@@ -65,4 +74,7 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """hidden [R, H] -> [R, V] float32 on rank 0, None on the other ranks."""
+        """hidden [R, H] -> [R, V] float32 on rank 0, None on the other ranks.
+
+        Valid until the next call.
+        """

@@ -59,6 +59,20 @@ def test_any_group_computes_what_the_dense_model_computes(paths, name, world_siz
         )
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_several_chips_compute_what_one_computes(paths, name, world_size):
+    """Cosine of the logits, greedy text, and how far the next-token distributions are apart."""
+    alone = ComputeGroup.open(paths[name]).form().generate(PROMPT, 16)
+    group = ComputeGroup.open(paths[name], world_size).form()
+    together = group.generate(PROMPT, 16)
+    assert token_ids(together) == token_ids(alone)
+    found, expected = logits_of(together).double(), logits_of(alone).double()
+    assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.9999
+    variation = (found.softmax(dim=-1) - expected.softmax(dim=-1)).abs().sum(dim=-1) / 2
+    assert variation.max() <= 1e-4
+
+
 def test_a_gguf_gives_what_the_directory_gives(paths, tmp_path):
     model = MODELS["six-over-two"]
     group = ComputeGroup.open(write_gguf(tmp_path / "model.gguf", model)).form()

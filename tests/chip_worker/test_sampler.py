@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from backends.block_references import BlockReferences
 from backends.communicator import SingleRankCommunicator
 from backends.cpu.plugin import CpuBackend
 from backends.interface import BackendConfig, open_runtime
 from chip_worker.batch import Admission, RowWants, SlotSampling, Step, StepRow
 from chip_worker.sampler import Sampler, sampler_requirements
 from chip_worker.slots import SlotTables
+from chip_worker.step_memory import StepMemory
 from chip_worker.token_scores import TokenScorer
 from tests.fakes.expected_draws import check_draws, drawn_probabilities
 
@@ -28,13 +30,14 @@ class Bench:
         runtime = open_runtime(backend, config)
         device = runtime.acquire(1).granted[0]
         kernels = runtime.bind_kernels(sampler_requirements(64))
-        self.tables = SlotTables(slots_count, 64, 4, 400, 2000)
+        memory = StepMemory(device)
+        self.tables = SlotTables(slots_count, 64, 4, BlockReferences(16 * slots_count), 2000)
         self.sampler = Sampler(
             kernels,
             SingleRankCommunicator(),
-            device,
+            memory,
             self.tables,
-            TokenScorer(kernels, device),
+            TokenScorer(kernels, memory),
         )
         self._count = 0
 
@@ -53,7 +56,7 @@ class Bench:
                         ids,
                         len(prompt),
                         0,
-                        tuple(range(16)),
+                        tuple(range(16 * index, 16 * index + 16)),
                         SlotSampling(**({"temperature": 0.0, "seed": 5} | sampling)),
                         wants or RowWants(),
                     ),

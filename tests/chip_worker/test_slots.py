@@ -5,14 +5,19 @@ import zlib
 
 import pytest
 
+from backends.block_references import BlockReferences
 from chip_worker.batch import Admission, RowWants, SlotSampling, Step, StepRow
 from chip_worker.errors import DivergedError
 from chip_worker.slots import SlotTables
 
 
-def tables():
+def tables(pool=None):
     return SlotTables(
-        slots_count=3, context_tokens=32, block_tokens=4, blocks_count=10, row_tokens_max=16
+        slots_count=3,
+        context_tokens=32,
+        block_tokens=4,
+        pool=BlockReferences(10) if pool is None else pool,
+        row_tokens_max=16,
     )
 
 
@@ -134,6 +139,57 @@ def test_the_context_can_be_filled_to_its_end():
     found.record(row.slot, 1)
     with pytest.raises(DivergedError, match="context has 32"):
         found.apply(step(rows=(StepRow(0, 1, True),)))
+
+
+def test_blocks_are_held_from_admission_to_release():
+    pool = BlockReferences(10)
+    found = tables(pool)
+    found.apply(
+        step(
+            admissions=(
+                admit(slot=0, cached=4, blocks=(3,)),
+                admit(slot=1, cached=4, blocks=(3, 5)),
+            ),
+            new_blocks=((0, 4),),
+        )
+    )
+    assert [pool.references(block) for block in range(3, 7)] == [2, 1, 1, 0]
+    found.apply(step(releases=(0,)))
+    assert [pool.references(block) for block in range(3, 7)] == [1, 0, 1, 0]
+    found.end()
+    assert pool.referenced_count == 0
+
+
+def test_a_shared_block_is_read_but_never_written():
+    found = tables()
+    ids = range(8)
+    found.apply(
+        step(
+            admissions=(
+                admit(slot=0, ids=ids, cached=4, blocks=(3, 4)),
+                admit(slot=1, ids=ids, cached=4, blocks=(3, 5)),
+                admit(slot=2, ids=ids, cached=3, blocks=(3, 6)),
+            ),
+        )
+    )
+    found.apply(step(rows=(StepRow(0, 4, True), StepRow(1, 2, False))))
+    with pytest.raises(DivergedError, match="slot 2 is to write block 3, which is held 3 times"):
+        found.apply(step(rows=(StepRow(2, 1, False),)))
+
+
+def test_a_block_given_twice_to_a_slot_is_not_written():
+    found = tables()
+    found.apply(step(admissions=(admit(ids=range(8)),), new_blocks=((0, 3), (0, 3))))
+    with pytest.raises(DivergedError, match="block 3, which is held 2 times"):
+        found.apply(step(rows=(StepRow(0, 8, True),)))
+
+
+def test_an_epoch_that_leaves_a_block_behind_is_noticed():
+    pool = BlockReferences(10)
+    found = tables(pool)
+    pool.retain([7])
+    with pytest.raises(AssertionError, match="1 KV blocks are held by no slot"):
+        found.end()
 
 
 def scored_ranges(wants, chunks, output_start=5):

@@ -19,6 +19,7 @@ from chip_worker.batch import (
 )
 from chip_worker.config import WorkerConfig
 from chip_worker.session import Session
+from chip_worker.shard_loader import ShardLoader
 from tests.fakes.rank_threads import Meeting, ThreadCommunicator, run_ranks
 
 GREEDY = SlotSampling(temperature=0.0, seed=7)
@@ -73,7 +74,7 @@ def open_rank(
     config = WorkerConfig(
         worker_id="chip0", control_plane="", model_path=model_path, dtype=dtype, **settings
     )
-    session = Session(config, backend, runtime, reports.append)
+    session = Session(config, backend, runtime, ShardLoader(model_path), reports.append)
     return Rank(session, runtime, backend, reports)
 
 
