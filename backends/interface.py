@@ -7,26 +7,30 @@ is correct but slow, or raises a typed `UnsupportedOperation`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from backends.arena import Arena
 from backends.communicator import Communicator, SingleRankCommunicator, Work
 from backends.device import CapturedProgram, Device, Fence, MemoryInfo
-from backends.errors import BackendError, BackendUnavailable, IncompatibleBackend
+from backends.errors import BackendUnavailable, IncompatibleBackend
 from backends.gloo_communicator import GlooCommunicator
 from backends.gloo_rendezvous import LOOPBACK, GlooRendezvous
-from backends.kernel_table import KernelTable, bind_kernels
+from backends.kernel_table import KernelTable, MakeContiguous, bind_kernels
 from backends.memory import BatchRows, KVLayout, KVSpec, MemoryPool
 from backends.paged_pool import PagedMemoryPool, paged_layout
-from backends.plugin import Backend, BackendConfig, ChipDescription, load_object
+from backends.plugin import Backend, BackendConfig, ChipDescription, load_object, reason_of
 from backends.probes import probe_device, probe_requirements
+from backends.scratch import Lifetime, ScratchArena
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 from kernels.spec import BoundKV, Choice, Implementation, Requirement
 
 __all__ = [
     "AcquiredDevices",
+    "Arena",
     "Backend",
     "BackendConfig",
     "BackendRuntime",
@@ -42,9 +46,11 @@ __all__ = [
     "KVLayout",
     "KVSpec",
     "KernelTable",
+    "Lifetime",
     "MemoryInfo",
     "MemoryPool",
     "Requirement",
+    "ScratchArena",
     "Work",
     "open_runtime",
 ]
@@ -99,8 +105,8 @@ class BackendRuntime(ABC):
                 break
             try:
                 granted.append(self._open_and_probe(chip))
-            except BackendError as error:
-                rejected[chip.index] = str(error)
+            except Exception as error:  # noqa: BLE001 - a vendor's code raises anything
+                rejected[chip.index] = reason_of(error)
         self._devices = tuple(granted)
         return AcquiredDevices(self._devices, rejected)
 
@@ -112,8 +118,10 @@ class BackendRuntime(ABC):
         device = self.open_device(chip)
         try:
             probe_device(device, self.bind_kernels(probe_requirements(self.dtype())), self.dtype())
-        except BackendError:
-            device.close()
+        except Exception:
+            # What was found first is told, not what a broken chip says to being closed.
+            with suppress(Exception):
+                device.close()
             raise
         return device
 
@@ -131,7 +139,16 @@ class BackendRuntime(ABC):
 
     def bind_kernels(self, requirements: Mapping[str, Requirement]) -> KernelTable:
         """The kernel table of a model; see `backends.kernel_table.bind_kernels`."""
-        return bind_kernels([*self.implementations(), *REFERENCE_IMPLEMENTATIONS], requirements)
+        return bind_kernels(
+            [*self.implementations(), *REFERENCE_IMPLEMENTATIONS],
+            requirements,
+            unsupported=self.backend.capabilities.unsupported,
+            make_contiguous=self.make_contiguous(),
+        )
+
+    def make_contiguous(self) -> MakeContiguous | None:
+        """Puts views right for own kernels that need contiguous tensors; None rejects those."""
+        return None
 
     def fallback(self, operation: str, *arguments: Any) -> Any:  # noqa: ANN401 - any operation
         """The reference's answer to an operation, for comparison and bring-up."""
@@ -158,21 +175,33 @@ class BackendRuntime(ABC):
         """
         if place.world_size == 1:
             return SingleRankCommunicator()
-        hosted = self._rendezvous
-        # An attempt given up meanwhile must not take the meeting point of the next epoch.
-        if hosted is not None and hosted.address == rendezvous:
-            self._rendezvous = None
-        else:
-            hosted = GlooRendezvous.join(rendezvous, place.join_deadline_s)
+        return self.connect_ranks(device, place, self._meet(place, rendezvous))
+
+    def connect_ranks(
+        self, device: Device, place: GroupPlace, rendezvous: GlooRendezvous
+    ) -> Communicator:
+        """The communicator of ranks that have met; overridden where there is a faster one."""
         return GlooCommunicator(
             device,
             place.rank,
             place.world_size,
             place.key,
-            hosted,
+            rendezvous,
             join_deadline_s=place.join_deadline_s,
             step_deadline_s=place.step_deadline_s,
         )
+
+    def collectives(self) -> str:
+        """What carries the collectives of this process's ranks, and why; for people."""
+        return "gloo, over TCP"
+
+    def _meet(self, place: GroupPlace, rendezvous: bytes) -> GlooRendezvous:
+        hosted = self._rendezvous
+        # An attempt given up meanwhile must not take the meeting point of the next epoch.
+        if hosted is not None and hosted.address == rendezvous:
+            self._rendezvous = None
+            return hosted
+        return GlooRendezvous.join(rendezvous, place.join_deadline_s)
 
     def dtype(self) -> torch.dtype:
         """The dtype to compute in: the configured one, or the backend's own choice for `auto`.

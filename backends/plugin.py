@@ -204,9 +204,8 @@ class Backend(ABC):
 
 def backend_names() -> list[str]:
     """Names `find_backend` knows: built-ins, then registered packages."""
-    return sorted(BUILT_IN) + sorted(
-        entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    )
+    registered = {entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    return sorted(BUILT_IN) + sorted(registered.difference(BUILT_IN))
 
 
 def find_backend(name: str) -> Backend:
@@ -242,15 +241,16 @@ class AutoChoice:
 def choose_backend(config: BackendConfig) -> AutoChoice:
     """Tries the backends that may be chosen unasked, in the order of `auto_rank`; runs `on_init`.
 
-    Raises BackendUnavailable naming every backend that was tried and why it was rejected.
+    One that raises anything is rejected with that, and the next is tried. Raises BackendUnavailable
+    naming every backend that was tried and why it was rejected.
     """
     rejected: list[tuple[str, str]] = []
     candidates: list[tuple[int, str, Backend]] = []
     for name in backend_names():
         try:
             backend = find_backend(name)
-        except (BackendError, ImportError) as error:
-            rejected.append((name, str(error)))
+        except Exception as error:  # noqa: BLE001 - a vendor's module raises anything
+            rejected.append((name, reason_of(error)))
             continue
         if backend.auto_rank is not None:
             candidates.append((backend.auto_rank, name, backend))
@@ -267,8 +267,16 @@ def _why_unusable(backend: Backend, config: BackendConfig) -> str | None:
     try:
         backend.on_init(config)
         return None if backend.select_chips(config) else "it finds no chip"
-    except BackendError as error:
-        return str(error)
+    except Exception as error:  # noqa: BLE001 - a vendor's code raises anything
+        return reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """An error for people: our own speak for themselves, a vendor's is named by its type too."""
+    name, text = type(error).__name__, str(error)
+    if not text:
+        return name
+    return text if isinstance(error, BackendError) else f"{name}: {text}"
 
 
 def check_compatible(name: str, backend_class: type[Backend]) -> None:
@@ -291,14 +299,28 @@ def check_compatible(name: str, backend_class: type[Backend]) -> None:
 
 
 def _load_class(name: str) -> object:
-    registered = {
-        entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    }
+    found = [
+        entry
+        for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        if entry.name == name
+    ]
+    # Whichever were taken, somebody would believe to run the other one.
+    if len(found) + (name in BUILT_IN) > 1:
+        packages = " and ".join(sorted(map(_package_of, found)))
+        also = "also built in" if name in BUILT_IN else "so twice"
+        raise IncompatibleBackend(
+            f"backend {name!r} is registered by {packages}, and {also}; uninstall one package or "
+            "rename its backend"
+        )
     if name in BUILT_IN:
         return load_object(BUILT_IN[name])
-    if name in registered:
-        return registered[name].load()
+    if found:
+        return found[0].load()
     raise UnknownBackend(f"no backend {name!r}; known backends: {', '.join(backend_names())}")
+
+
+def _package_of(entry: importlib.metadata.EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist is not None else repr(entry.value)
 
 
 def load_object(path: str) -> object:

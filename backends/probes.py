@@ -3,11 +3,13 @@
 A chip can open and yet fail at its first product, or work alone and fail in a group.
 """
 
+import time
+
 import torch
 
 from backends.communicator import Communicator
 from backends.device import Device
-from backends.errors import DeviceError
+from backends.errors import CommunicatorError, DeviceError
 from backends.kernel_table import KernelTable
 from kernels.spec import Requirement
 
@@ -41,11 +43,23 @@ def probe_device(device: Device, kernels: KernelTable, dtype: torch.dtype) -> No
 
 
 def probe_communicator(communicator: Communicator, device: Device, deadline_s: float) -> None:
-    """Sums what every rank brings. Raises ProbeFailed or a CommunicatorError after the deadline."""
-    ranks = communicator.world_size
-    own = torch.full((PROBE_SIZE,), float(communicator.rank + 1))
-    on_chip = device.to_chip(own)
-    communicator.all_reduce(on_chip).wait(deadline_s)
-    expected = ranks * (ranks + 1) / 2
-    if not bool((device.to_host(on_chip) == expected).all()):
-        raise ProbeFailed(f"rank {communicator.rank} of {ranks} sums wrongly in its group")
+    """Shows every rank what each one brings, and sums it; both together within the deadline.
+
+    Raises ProbeFailed on the rank that brings wrong numbers or sums right ones wrongly, and a
+    CommunicatorError on a rank that is right itself but has a wrong peer, or gets no answer.
+    """
+    ranks, rank = communicator.world_size, communicator.rank
+    give_up = time.monotonic() + deadline_s
+    on_chip = device.to_chip(torch.full((PROBE_SIZE,), rank + 1.0))
+    gathered = device.allocate((ranks, PROBE_SIZE), torch.float32)
+    communicator.all_gather(on_chip, gathered).wait(deadline_s)
+    communicator.all_reduce(on_chip).wait(max(0.0, give_up - time.monotonic()))
+    expected = torch.arange(1.0, ranks + 1.0)
+    right = (device.to_host(gathered) == expected[:, None]).all(dim=1)
+    wrong = [each for each in range(ranks) if not right[each]]
+    if rank in wrong:
+        raise ProbeFailed(f"rank {rank} of {ranks} brings wrong numbers to its group")
+    if wrong:
+        raise CommunicatorError(f"rank {wrong[0]} of {ranks} brings wrong numbers to the group")
+    if not bool((device.to_host(on_chip) == expected.sum()).all()):
+        raise ProbeFailed(f"rank {rank} of {ranks} sums wrongly in its group")

@@ -1,6 +1,6 @@
 """`python -m chip_worker`: reads flags, starts the backend before torch, then serves one chip.
 
-find_backend -> on_init -> import torch -> worker.serve
+find_backend, or choose_backend -> on_init -> import torch -> worker.serve
 """
 
 import ctypes
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import click
 import structlog
 
 from backends.errors import BackendError
-from backends.plugin import Backend, BackendConfig, find_backend
-from chip_worker.config import WorkerConfig
+from backends.plugin import AUTO, Backend, BackendConfig, choose_backend, find_backend
+from chip_worker.config import ACQUIRE_DEADLINE_S, WorkerConfig
 from chip_worker.errors import ConfigurationError, ModelError
 from chip_worker.exit_code import ExitCode
 from chip_worker.logs import configure_logging
@@ -28,6 +29,8 @@ THREAD_SWITCH_S = 0.0005
 """A compute thread in Python code gives the connection thread its turn after this long."""
 PR_SET_PDEATHSIG = 1
 
+BACKEND_CHOSEN = "worker.backend_chosen"
+BACKEND_REJECTED = "worker.backend_rejected"
 BACKEND_FAILED = "worker.backend_failed"
 MODEL_FAILED = "worker.model_failed"
 
@@ -45,7 +48,7 @@ _log = structlog.get_logger()
     default="cpu",
     show_default=True,
     show_envvar=True,
-    help="Make of the chip.",
+    help="Make of the chip: NAME, NAME:VARIANT, or auto for the first that can serve here.",
 )
 @click.option(
     "--backend-option", "backend_options", multiple=True, help="NAME=VALUE for the backend."
@@ -58,6 +61,34 @@ _log = structlog.get_logger()
     default=(0,),
     show_default=True,
     help="Index of the chip; given more than once, the first that opens is taken.",
+)
+@click.option(
+    "--devices",
+    default="",
+    metavar="ID,ID,...",
+    help="Ids of the chips of the service, in its order; --chip is a position in this list.",
+)
+@click.option(
+    "--acquire-deadline",
+    "acquire_deadline_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=ACQUIRE_DEADLINE_S,
+    show_default=True,
+    help="Seconds that opening the chip may take.",
+)
+@click.option(
+    "--debug-backend",
+    is_flag=False,
+    flag_value="*",
+    metavar="[PATTERN]",
+    help="Log each call of a backend primitive, or of those of a pattern such as 'kernels.*'.",
+)
+@click.option(
+    "--debug-backend-calls",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Primitive calls that are kept and logged at a fault, with --debug-backend.",
 )
 @click.option("--chips-on-host", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Such as float32 or bfloat16.")
@@ -82,6 +113,7 @@ def command(
     exit_with_parent: bool,
     join_token_file: Path | None,
     backend_options: tuple[str, ...],
+    devices: str,
     model_name: str,
     log_level: str,
     **settings: Any,  # noqa: ANN401 - one value an option above
@@ -89,7 +121,9 @@ def command(
     """Compute with one chip for a control plane, until it or SIGTERM says to leave."""
     if health:
         report_health(settings["status_file"])
-    configure_logging(log_level)
+    # What was asked for by name is not to be hidden by the severity of everything else.
+    asks_for_calls = settings["debug_backend"] is not None
+    configure_logging("info" if asks_for_calls and log_level != "debug" else log_level)
     # gRPC's own log tells of every control plane that goes; our log says it in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if exit_with_parent:
@@ -106,6 +140,7 @@ def command(
         config = WorkerConfig(
             **settings,
             backend=backend_name,
+            devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
             backend_options=parse_options(backend_options),
             join_token=join_token_file.read_text().strip() if join_token_file else None,
         )
@@ -118,30 +153,40 @@ def run(config: WorkerConfig, model_name: str = "") -> ExitCode:
     """Serves until told to leave; a backend or model that fails is said and told by the code."""
     sys.setswitchinterval(THREAD_SWITCH_S)
     try:
-        backend, backend_config = start_backend(config)
+        config, backend, backend_config = start_backend(config)
         # Imports torch, which some vendors prepare in on_init.
         worker = importlib.import_module("chip_worker.worker")
         ended: ExitCode = worker.serve(config, backend, backend_config, model_name)
     except ModelError as error:
         _log.error(MODEL_FAILED, error=str(error))
         return ExitCode.MODEL_FAILED
-    except BackendError:
+    except (BackendError, ImportError):
         _log.exception(BACKEND_FAILED, backend=config.backend)
         return ExitCode.BACKEND_FAILED
     return ended
 
 
-def start_backend(config: WorkerConfig) -> tuple[Backend, BackendConfig]:
-    """The named backend after `on_init`; torch is not imported yet. Raises BackendError."""
-    backend = find_backend(config.backend)
+def start_backend(config: WorkerConfig) -> tuple[WorkerConfig, Backend, BackendConfig]:
+    """The backend after `on_init`, and the settings with its name; torch is not imported yet.
+
+    Raises BackendError or, from the backend's own module, ImportError.
+    """
     backend_config = BackendConfig(
         chip_indices=config.chip_indices,
+        devices=config.devices,
         chips_on_host=config.chips_on_host,
         dtype=config.dtype,
         options=config.backend_options,
     )
+    if config.backend == AUTO:
+        choice = choose_backend(backend_config)
+        for name, reason in choice.rejected:
+            _log.info(BACKEND_REJECTED, backend=name, reason=reason)
+        _log.info(BACKEND_CHOSEN, backend=choice.name)
+        return replace(config, backend=choice.name), choice.backend, backend_config
+    backend = find_backend(config.backend)
     backend.on_init(backend_config)
-    return backend, backend_config
+    return config, backend, backend_config
 
 
 def report_health(status_file: str | None) -> None:

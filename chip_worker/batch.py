@@ -94,6 +94,7 @@ class FormGroup:
     kv_policy: str
     step_deadline_s: float
     vocabulary_tokens: int = 0
+    probe_deadline_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from chip_worker.errors import ConfigurationError
 
 MIB = 1 << 20
+ACQUIRE_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,8 @@ class WorkerConfig:
     """Configuration of the process; sizes in bytes, times in seconds.
 
     model_path: a GGUF file or a Hugging Face directory. chip_indices: chips this process may use,
-    of which it serves the first that opens. dtype: a name such as "float32", or "auto".
+    of which it serves the first that opens. devices: ids of the chips of the service, in which the
+    indices are positions; empty: all there are. dtype: a name such as "float32", or "auto".
     Intervals of heartbeats come from the control plane's Welcome.
     """
 
@@ -22,6 +24,7 @@ class WorkerConfig:
     model_path: str
     backend: str = "cpu"
     chip_indices: tuple[int, ...] = (0,)
+    devices: tuple[str, ...] = ()
     chips_on_host: int = 1
     dtype: str = "auto"
     backend_options: Mapping[str, str] = field(default_factory=dict)
@@ -31,6 +34,12 @@ class WorkerConfig:
     """Share of the host's or chip's free memory that all chips on it may take for KV."""
     kv_memory_reserve: float = 0.2
     """Part of that share that is left free, for what measurements do not see."""
+    acquire_deadline_s: float = ACQUIRE_DEADLINE_S
+    """For opening and probing the chip; beyond it the process tells so and ends."""
+    debug_backend: str | None = None
+    """Globs of the backend primitives that are logged, such as "kernels.*"; None logs none."""
+    debug_backend_calls: int = 256
+    """Primitive calls that are kept for the log of a fault, if any are logged."""
     status_file: str | None = None
     message_bytes_max: int = 64 * MIB
     connect_backoff_first_s: float = 0.1
@@ -45,9 +54,19 @@ class WorkerConfig:
             raise ConfigurationError("worker_id is empty; give the worker a stable name")
         if not self.chip_indices:
             raise ConfigurationError("chip_indices is empty; name at least one chip")
-        for name in ("chips_on_host", "message_bytes_max", "step_credit"):
+        for name in ("chips_on_host", "message_bytes_max", "step_credit", "debug_backend_calls"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.acquire_deadline_s > 0.0:
+            raise ConfigurationError(
+                f"acquire_deadline_s is {self.acquire_deadline_s}; it must be above 0"
+            )
+        beyond = [index for index in self.chip_indices if index >= len(self.devices)]
+        if self.devices and beyond:
+            raise ConfigurationError(
+                f"chip {beyond[0]} is beyond the {len(self.devices)} devices of --devices; "
+                f"chips are counted from 0 in that list"
+            )
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise ConfigurationError(f"kv_blocks is {self.kv_blocks}; it must be at least 1")
         if not 0.0 < self.kv_memory_fraction <= 1.0:

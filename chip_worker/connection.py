@@ -22,7 +22,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from chip_worker.batch import Fault, FaultKind, FormGroup, Ready, Report
+from chip_worker.batch import Command, Fault, FaultKind, FormGroup, Ready, Report
 from chip_worker.config import WorkerConfig
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
@@ -47,7 +47,8 @@ class Connection:
     """Owns the connection thread and the inbox the compute thread takes its commands from.
 
     `start` and `close` are for the main thread, `report` for any. exit_process: ends the process at
-    once; only for a compute thread that does not come back.
+    once; only for a compute thread that does not come back. `on_fault`, which may be set before the
+    start, is called first then, on a thread of its own.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Connection:
         self._config = config
         self._status = status
         self._exit_process = exit_process
+        self.on_fault: Callable[[], None] = lambda: None
         self._abort: Callable[[FormGroup], None] = lambda _ended: None
+        self._is_probing: Callable[[], bool] = lambda: False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scope: anyio.CancelScope | None = None
@@ -73,9 +76,18 @@ class Connection:
 
     # ------------------------------------------------------------ other threads
 
-    def start(self, identity: Identity, abort: Callable[[FormGroup], None]) -> None:
-        """Starts the thread. abort: makes the compute thread leave what hangs in that epoch."""
+    def start(
+        self,
+        identity: Identity,
+        abort: Callable[[FormGroup], None],
+        is_probing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Starts the thread. abort: makes the compute thread leave what hangs in that epoch.
+
+        is_probing: whether it is in the first collective of the epoch, which has its own deadline.
+        """
         self._abort = abort
+        self._is_probing = is_probing
         started = threading.Event()
         self._thread = threading.Thread(
             target=self._run_thread, args=(identity, started), name="connection", daemon=True
@@ -84,7 +96,7 @@ class Connection:
         started.wait()
 
     def report(self, report: Report) -> None:
-        """Sends a report if its epoch still lasts; returns at once."""
+        """Sends a report if its epoch still lasts or the process ends; returns at once."""
         if isinstance(report, Fault) and report.exiting:
             model_failed = report.kind is FaultKind.MODEL
             self.exit_code = ExitCode.MODEL_FAILED if model_failed else ExitCode.DEVICE_LOST
@@ -124,8 +136,10 @@ class Connection:
                 while not self._closing:
                     await self._stay_registered(identity)
             except Refused as error:
-                superseded = isinstance(error, Superseded)
-                self.exit_code = ExitCode.SUPERSEDED if superseded else ExitCode.REFUSED
+                # Of a process that was about to exit anyway the first reason counts.
+                if self.exit_code is ExitCode.LEFT:
+                    superseded = isinstance(error, Superseded)
+                    self.exit_code = ExitCode.SUPERSEDED if superseded else ExitCode.REFUSED
                 _log.error(REFUSED, error=str(error))
                 self.inbox.put_shutdown(str(error))
         self._write_status()
@@ -175,7 +189,9 @@ class Connection:
         stream, form = self._stream, self.inbox.form
         if stream is None or report.term != stream.term:
             return
-        if form is not None and report.epoch == form.epoch:
+        # A fault that ends the process is told whatever became of its epoch.
+        final = isinstance(report, Fault) and report.exiting
+        if final or (form is not None and report.epoch == form.epoch):
             stream.outbox.put(report)
             if isinstance(report, Ready):
                 self._ready_epoch = report.epoch
@@ -191,25 +207,50 @@ class Connection:
 
     def _interrupt(self, ended: FormGroup) -> None:
         """Called when an epoch ends; watches that the compute thread comes back from it."""
+        probing = self._is_probing()
         self._abort(ended)
-        # Loading weights and joining cannot be interrupted, but have their own deadline.
         forming = self._ready_epoch != ended.epoch
         # The same number may come again in a later term.
         self._ready_epoch = 0
         command = self.inbox.busy_with
         if command is None:
             return
-        patience_s = ended.deadline_s if forming else ended.step_deadline_s
+        patience_s = ended.step_deadline_s
+        if probing:
+            patience_s = ended.probe_deadline_s
+        elif forming:
+            # Loading weights cannot be interrupted, but has its own deadline.
+            patience_s = max(patience_s, ended.deadline_s - self.inbox.busy_s)
 
         def exit_if_hung() -> None:
             if self.inbox.busy_with is command:
-                _log.critical(HUNG, command=type(command).__name__, patience_s=patience_s)
-                self._exit_process(ExitCode.HUNG)
+                self._exit_hung(ended, command, patience_s)
 
         # A timer of its own, because the event loop may end before it is due.
         timer = threading.Timer(patience_s, exit_if_hung)
         timer.daemon = True
         timer.start()
+
+    def _exit_hung(self, ended: FormGroup, command: Command, patience_s: float) -> None:
+        """Ends the process after telling that its chip is to blame; on the timer's thread."""
+        name = type(command).__name__
+        message = f"{name} did not come back for {patience_s:g} s after its epoch ended"
+        _log.critical(HUNG, command=name, patience_s=patience_s)
+        self.exit_code = ExitCode.HUNG
+        fault = Fault(
+            term=ended.term,
+            epoch=ended.epoch,
+            step_id=self.inbox.steps[0],
+            kind=FaultKind.DEVICE,
+            message=message,
+            exiting=True,
+        )
+        try:
+            self.on_fault()
+            self._call_soon(lambda: self._send(fault))
+            self.close(message)
+        finally:
+            self._exit_process(ExitCode.HUNG)
 
     def _write_status(self) -> None:
         form = self.inbox.form

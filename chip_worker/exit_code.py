@@ -13,12 +13,12 @@ class ExitCode(IntEnum):
     DEVICE_LOST = 3
     """The chip failed for good in this process; a restart may help."""
     HUNG = 4
-    """The compute thread did not come back from an ended epoch; restart."""
+    """The compute thread did not come back from an ended epoch; a restart may help."""
     SUPERSEDED = 5
     """Another process of the same name took over, or the control plane gave this one up."""
     REFUSED = 6
     """The control plane does not admit it (join token, version); a restart does not help."""
     BACKEND_FAILED = 7
-    """The backend or its chip could not be opened; the traceback says why."""
+    """The backend or its chip could not be opened, or not in time; the log says why."""
     MODEL_FAILED = 8
     """The model cannot be read, or not be split as asked; a restart does not help."""

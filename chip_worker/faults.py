@@ -3,6 +3,7 @@
 from backends.errors import (
     CommunicatorError,
     DeviceError,
+    DeviceHung,
     DeviceLost,
     OutOfMemory,
     UnsupportedOperation,
@@ -31,5 +32,9 @@ def fault_kind(error: Exception) -> FaultKind:
 
 
 def is_fatal(error: Exception) -> bool:
-    """True if the process cannot serve again and must exit."""
-    return isinstance(error, DeviceLost) or fault_kind(error) is FaultKind.MODEL
+    """True if the process cannot serve again and must exit.
+
+    A hang is noticed when the peers have long given up the epoch; only what ends the process still
+    counts then, and else nobody would be blamed.
+    """
+    return isinstance(error, (DeviceLost, DeviceHung)) or fault_kind(error) is FaultKind.MODEL

@@ -6,6 +6,7 @@ connection thread: offer, end_epoch          compute thread: take, finish
 import queue
 import threading
 from collections.abc import Callable
+from time import monotonic
 
 import structlog
 
@@ -32,10 +33,15 @@ class Inbox:
     """
 
     def __init__(
-        self, interrupt: Callable[[FormGroup], None], commands_max: int = COMMANDS_MAX
+        self,
+        interrupt: Callable[[FormGroup], None],
+        commands_max: int = COMMANDS_MAX,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._interrupt = interrupt
         self._commands_max = commands_max
+        self._clock = clock
+        self._taken_at = 0.0
         # SimpleQueue, because its put may be called from a signal handler while get waits.
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._progress = threading.Lock()
@@ -123,6 +129,7 @@ class Inbox:
         command = self._commands.get()
         with self._progress:
             self._busy = command
+            self._taken_at = self._clock()
             if isinstance(command, Step):
                 self._step_started = command.step_id
             elif isinstance(command, FormGroup):
@@ -143,6 +150,12 @@ class Inbox:
         """What the compute thread works on; None while it waits."""
         with self._progress:
             return self._busy
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the compute thread took its command; 0 while it waits."""
+        with self._progress:
+            return 0.0 if self._busy is None else self._clock() - self._taken_at
 
     @property
     def steps(self) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from time import monotonic_ns
 
 import structlog
 
+from backends.checked import require_alike
 from backends.errors import BackendUnavailable, CommunicatorError
 from backends.interface import Backend, BackendRuntime, Communicator, GroupPlace
 from backends.plugin import FaultEvent
+from backends.probes import probe_communicator
 from chip_worker.batch import (
     Command,
     Fault,
@@ -57,9 +59,10 @@ class _Position:
 class Session:
     """The computing half of a worker. All methods but `abort` belong to one thread.
 
-    report: called on that thread; must not block for long. clock_ns: monotonic; the same clock as
-    `Step.received_ns`. The constructor opens checkpoint and chip and raises ModelError or a
-    BackendError if either fails; later errors become Fault reports.
+    loader: the open checkpoint, closed by `close`. report: called on that thread; must not block
+    for long. clock_ns: monotonic; the same clock as `Step.received_ns`. on_fault: called first
+    thing at every fault. The constructor opens the chip and raises a BackendError if it fails;
+    later errors become Fault reports.
     """
 
     def __init__(
@@ -67,18 +70,23 @@ class Session:
         config: WorkerConfig,
         backend: Backend,
         runtime: BackendRuntime,
+        loader: ShardLoader,
         report: Callable[[Report], None],
         clock_ns: Callable[[], int] = monotonic_ns,
+        on_fault: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._backend = backend
         self._runtime = runtime
         self._report = report
         self._clock_ns = clock_ns
-        self._loader = ShardLoader(config.model_path, runtime.dtype())
+        self._on_fault = on_fault
+        self._loader = loader
+        self._dtype = runtime.dtype()
         acquired = runtime.acquire(1)
         if not acquired.granted:
-            raise BackendUnavailable(f"no chip could be opened: {dict(acquired.rejected)}")
+            reasons = [f"chip {index}: {why}" for index, why in acquired.rejected.items()]
+            raise BackendUnavailable(f"no chip could be opened: {'; '.join(reasons)}")
         self._device = acquired.granted[0]
         self.chip = self._device.chip
         self._form: FormGroup | None = None
@@ -86,6 +94,8 @@ class Session:
         self._ended: dict[str, _Position] = {}
         """Of each group, the last epoch that `abort` named; written by another thread."""
         self._joining: Joining | None = None
+        self._probed: Communicator | None = None
+        """What is being probed; read by other threads."""
         self._formation: Formation | None = None
         self._formed: dict[str, _Position] = {}
         self._faulted: _Position | None = None
@@ -101,7 +111,12 @@ class Session:
     @property
     def dtype_name(self) -> str:
         """The dtype the model is computed in, such as "float32"."""
-        return str(self._runtime.dtype()).removeprefix("torch.")
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the compute thread is in the probe of a new communicator; for any thread."""
+        return self._probed is not None
 
     def handle(self, command: Command) -> None:
         """Carries out a command and reports; never raises for what a Fault can say."""
@@ -119,9 +134,11 @@ class Session:
         """
         # First the mark, then the waits: whoever begins to wait looks at the mark afterwards.
         self._ended[ended.group_id] = _Position(ended.term, ended.epoch)
-        joining, formation = self._joining, self._formation
+        joining, probed, formation = self._joining, self._probed, self._formation
         if joining is not None:
             joining.give_up()
+        if probed is not None:
+            probed.abort()
         if formation is not None:
             formation.abort()
 
@@ -157,8 +174,8 @@ class Session:
         if form.rank == 0 and form.world_size > 1:
             address = self._runtime.open_rendezvous(_place(form))
             self._report(Rendezvous(form.term, form.epoch, address))
-        self._backend.on_model_load(self._loader.load_plan(shard))
-        self._loader.load(shard, self._device)
+        self._backend.on_model_load(self._loader.load_plan(shard, self._dtype))
+        self._loader.load(shard, self._device, self._dtype)
         if form.rank == 0:
             self._enter(form, address)
 
@@ -190,6 +207,8 @@ class Session:
         loaded = self._loader.loaded
         communicator = self._join_ranks(form, address)
         try:
+            if form.world_size > 1:
+                self._probe(communicator, form)
             formation = Formation(
                 form, self._config, self._runtime, self._device, loaded, communicator
             )
@@ -227,6 +246,17 @@ class Session:
             self._joining = None
             joining.give_up()
 
+    def _probe(self, communicator: Communicator, form: FormGroup) -> None:
+        """A chip that works alone may fail in a group, and should before any request is in it."""
+        self._probed = communicator
+        try:
+            self._check_not_ended(form)
+            probe_communicator(communicator, self._device, form.probe_deadline_s)
+            checked = self._config.debug_backend is not None
+            require_alike(communicator, self._device, checked, form.probe_deadline_s)
+        finally:
+            self._probed = None
+
     def _check_not_ended(self, form: FormGroup) -> None:
         ended = self._ended.get(form.group_id)
         if ended is not None and (form.term, form.epoch) <= (ended.term, ended.epoch):
@@ -259,8 +289,6 @@ class Session:
             )
         else:
             self._report(StepAck(step.term, step.epoch, (times,)))
-        for slot in step.releases:
-            self._backend.on_request_end(slot)
 
     def _fence_step(self, step: Step) -> Formation:
         formation = self._formation
@@ -308,6 +336,8 @@ class Session:
             _log.warning("session.fault", kind=kind.value, epoch=position.epoch, error=str(error))
         # What ends is the epoch this worker is in, whatever the refused command said.
         ended = self._position() or position
+        # Before anything is given back, which would be among the last calls too.
+        self._on_fault()
         self._backend.on_fault(FaultEvent(error, position.step_id))
         self._drop_epoch()
         self._faulted = _Position(ended.term, ended.epoch)

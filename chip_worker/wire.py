@@ -57,7 +57,10 @@ class MalformedMessage(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a worker process says of itself in Hello; fixed for the life of the process."""
+    """What a worker process says of itself in Hello; fixed for the life of the process.
+
+    unavailable_reason: why it has no chip; what describes chip and model may then be empty.
+    """
 
     worker_id: str
     incarnation: int
@@ -75,6 +78,9 @@ class Identity:
     model_digest: str
     context_tokens: int
     vocabulary_size: int
+    rows_max: int = 0
+    device_id: str = ""
+    unavailable_reason: str | None = None
 
 
 # ---------------------------------------------------------------- to the control plane
@@ -98,6 +104,8 @@ def encode_hello(
                 batch_invariant=identity.batch_invariant,
                 can_abort=identity.can_abort,
                 block_tokens_multiple=identity.block_tokens_multiple,
+                rows_max=identity.rows_max,
+                device_id=identity.device_id,
             ),
             model=worker_pb2.ModelFingerprint(
                 name=identity.model_name,
@@ -109,6 +117,7 @@ def encode_hello(
             term_highest=term_highest,
             pid=identity.pid,
             join_token=join_token,
+            unavailable_reason=identity.unavailable_reason,
         )
     )
 
@@ -209,6 +218,7 @@ def _decode_form_group(form: worker_pb2.FormGroup) -> FormGroup:
         kv_policy=form.kv_policy,
         step_deadline_s=form.step_deadline_s,
         vocabulary_tokens=form.vocabulary_tokens,
+        probe_deadline_s=form.probe_deadline_s,
     )
 
 

@@ -1,4 +1,7 @@
-"""A worker put together once torch may be imported: session, connection, and the compute loop."""
+"""A worker put together once torch may be imported: session, connection, and the compute loop.
+
+A chip that cannot be opened, or does not come back from it, is told to the control plane first.
+"""
 
 import os
 import secrets
@@ -9,15 +12,19 @@ from types import FrameType
 
 import structlog
 
+from backends.errors import BackendError, BackendUnavailable
 from backends.interface import open_runtime
 from backends.plugin import Backend, BackendConfig
+from chip_worker.backend_debug import with_debug
 from chip_worker.batch import Command, Shutdown
 from chip_worker.config import WorkerConfig
 from chip_worker.connection import Connection
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
 from chip_worker.session import Session
-from chip_worker.status_file import StatusFile
+from chip_worker.shard_loader import ShardLoader
+from chip_worker.status_file import FAILED, StatusFile
+from chip_worker.unavailable import AcquireWatch, announce
 from chip_worker.wire import Identity
 
 WORKER_STARTED = "worker.started"
@@ -35,17 +42,18 @@ def serve(
 ) -> ExitCode:
     """Serves until told to leave; the calling thread computes and must be the main one.
 
-    Raises ModelError or BackendError if model or chip cannot be opened.
+    Raises ModelError, or BackendError if the chip cannot be opened; the control plane knows of it
+    by then. A chip that does not come back in time ends the process.
     """
     incarnation = secrets.randbelow((1 << 64) - 1) + 1
     status = StatusFile(config.status_file, config.worker_id, incarnation, wall_clock)
     connection = Connection(config, status)
-    session = Session(config, backend, open_runtime(backend, backend_config), connection.report)
+    session = _open_session(config, backend, backend_config, connection, status, incarnation)
     try:
         identity = _identity(config, backend, session, incarnation, model_name)
         _log.info(WORKER_STARTED, worker=config.worker_id, chip=identity.chip_description)
         leave_on_signals(connection.inbox)
-        connection.start(identity, session.abort)
+        connection.start(identity, session.abort, lambda: session.is_probing)
         reason = run_commands(connection.inbox, session.handle)
         connection.close(reason)
         _log.info(WORKER_LEFT, reason=reason, exit_code=connection.exit_code.name)
@@ -75,6 +83,70 @@ def leave_on_signals(inbox: Inbox) -> None:
     signal.signal(signal.SIGINT, leave)
 
 
+def _open_session(
+    config: WorkerConfig,
+    backend: Backend,
+    backend_config: BackendConfig,
+    connection: Connection,
+    status: StatusFile,
+    incarnation: int,
+) -> Session:
+    """Opens checkpoint and chip. Raises ModelError, or BackendError after telling of it."""
+
+    def tell(reason: str) -> None:
+        connection.on_fault()
+        status.write(FAILED)
+        announce(config, _identity_without_chip(config, incarnation, reason))
+
+    # First, and unwatched: what is wrong or slow with a checkpoint is not the chip's doing.
+    loader = ShardLoader(config.model_path)
+    try:
+        with AcquireWatch(config.acquire_deadline_s, tell):
+            # A vendor's libraries are imported here: that may fail or hang like the chip itself.
+            debugged = with_debug(open_runtime(backend, backend_config), config)
+            connection.on_fault = debugged.on_fault
+            return Session(
+                config,
+                backend,
+                debugged.runtime,
+                loader,
+                connection.report,
+                on_fault=debugged.on_fault,
+            )
+    except BackendError as error:
+        tell(str(error))
+        raise
+    except Exception as error:
+        # Whatever a vendor's library raises.
+        reason = f"{type(error).__name__}: {error}"
+        tell(reason)
+        raise BackendUnavailable(f"the chip could not be opened: {reason}") from error
+
+
+def _identity_without_chip(config: WorkerConfig, incarnation: int, reason: str) -> Identity:
+    index = config.chip_indices[0]
+    return Identity(
+        worker_id=config.worker_id,
+        incarnation=incarnation,
+        pid=os.getpid(),
+        backend=config.backend,
+        chip_index=index,
+        chip_description="",
+        memory_bytes=0,
+        dtype="",
+        batch_invariant=False,
+        can_abort=False,
+        block_tokens_multiple=1,
+        model_name="",
+        architecture="",
+        model_digest="",
+        context_tokens=0,
+        vocabulary_size=0,
+        device_id=config.devices[index] if config.devices else "",
+        unavailable_reason=reason,
+    )
+
+
 def _identity(
     config: WorkerConfig, backend: Backend, session: Session, incarnation: int, model_name: str
 ) -> Identity:
@@ -96,4 +168,6 @@ def _identity(
         model_digest=fingerprint.digest,
         context_tokens=fingerprint.context_tokens,
         vocabulary_size=fingerprint.vocabulary_size,
+        rows_max=backend.capabilities.rows_max,
+        device_id=session.chip.device_id,
     )

@@ -45,7 +45,9 @@ SCHEDULING_RANGES = {
     "heartbeat_interval_s": Range(0.01),
     "lease_s": SECONDS,
     "heartbeat_timeout_s": SECONDS,
+    "start_deadline_s": SECONDS,
     "formation_deadline_s": SECONDS,
+    "probe_deadline_s": SECONDS,
     "formation_heartbeat_timeout_s": SECONDS,
     "step_deadline_s": SECONDS,
     "recovery_timeout_s": SECONDS,
@@ -110,8 +112,14 @@ class SchedulingConfig:
     lease_s: float = 2.5
     """A worker without an answered heartbeat for this long gives up its epoch by itself."""
     heartbeat_timeout_s: float = 4.0
+    fewer_chips: bool = True
+    """A group forms without workers whose chips are unavailable, cordoned or do not come."""
+    start_deadline_s: float = 120.0
+    """How long a group waits for the rest once one of its workers is there."""
     formation_deadline_s: float = 120.0
     """From FormGroup to ready: loading weights, joining, warming up."""
+    probe_deadline_s: float = 20.0
+    """For the first collective of an epoch, whose result is known."""
     formation_heartbeat_timeout_s: float = 30.0
     step_deadline_s: float = 30.0
     """From the end of the step before (or from sending) to the result."""

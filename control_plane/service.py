@@ -213,4 +213,5 @@ def group_settings(config: ControlPlaneConfig, vocabulary_tokens: int) -> GroupS
         kv_policy=config.kv_policy,
         step_deadline_s=scheduling.step_deadline_s,
         vocabulary_tokens=vocabulary_tokens,
+        probe_deadline_s=scheduling.probe_deadline_s,
     )

@@ -136,6 +136,12 @@ CHIPS = (
         choices=KV_POLICIES,
     ),
     Setting("--block-tokens", "block_tokens", "Tokens in a block of KV memory."),
+    Setting(
+        "--fewer-chips",
+        "fewer_chips",
+        "Groups form without chips that fail or do not come.",
+        choices=SWITCH,
+    ),
 )
 
 SCHEDULING = (
@@ -235,7 +241,13 @@ FURTHER = (
         "formation_heartbeat_timeout_s",
         "Seconds of silence that lose a worker that loads the model.",
     ),
+    Setting(
+        "--start-deadline",
+        "start_deadline_s",
+        "Seconds a group waits for the rest of its chips once one is there.",
+    ),
     Setting("--formation-deadline", "formation_deadline_s", "Seconds a group may take to form."),
+    Setting("--probe-deadline", "probe_deadline_s", "Seconds a new group's first sum may take."),
     Setting("--step-deadline", "step_deadline_s", "Seconds a step may take."),
     Setting(
         "--recovery-timeout",

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from control_plane.scheduling.chip_groups import GroupState
+from control_plane.scheduling.group_members import GroupState
 from control_plane.scheduling.messages import GroupSnapshot, Snapshot, WorkerSnapshot
 from control_plane.scheduling.worker_table import WorkerState
 

@@ -2,10 +2,15 @@
 
 control plane ends          -> stop the workers, exit with its status
 worker ends with 0          -> it was asked to leave: leave it
-no group can be complete    -> stop: requests would wait for ever
+no group can form any more  -> stop: requests would wait for ever
+worker never becomes usable -> after so many starts in a row leave it alone
 worker ends otherwise       -> start it again, after a pause that grows
 verdict: a worker is frozen -> kill that process; the rule above starts it again
 SIGTERM, SIGINT             -> the control plane drains and ends; a second one: end now
+
+A worker was usable if the control plane knew its process when that ended, and as anything but
+unavailable. START_FAILURES_MAX starts in a row without that, whether the service is ready or not,
+are the last ones; a start that became usable sets the count back. Its group may go on without it.
 """
 
 import json
@@ -43,8 +48,12 @@ PAUSE_S_MIN = 0.5
 PAUSE_S_MAX = 30.0
 SERVED_A_WHILE_S = 60.0
 START_FAILURES_MAX = 4
+NOTICE_S = 3.0
+"""The control plane notices within this that a process has ended."""
+NOTICE_POLL_S = 0.1
 LAST_LEFT_S = 3.0
 """A control plane that stops tells its workers to leave, and ends within this."""
+UNAVAILABLE, LOST = "unavailable", "lost"
 HOPELESS = (ExitCode.USAGE, ExitCode.REFUSED, ExitCode.MODEL_FAILED)
 
 
@@ -60,12 +69,20 @@ class Addresses:
 class RestartPause:
     """The pause before a worker is started again: doubles, and forgets after a good run.
 
-    over: the worker left as asked, or ended in a way that starting it again would repeat.
+    unusable_count: starts in a row without becoming usable. over: the worker is not started again:
+    it left as asked, or ended in a way that starting it again would repeat.
     """
 
     def __init__(self) -> None:
         self.failures_count = 0
+        self.unusable_count = 0
         self.over = False
+
+    def count(self, usable: bool) -> bool:
+        """Counts a start by whether the worker became usable; True if it was the last one."""
+        self.unusable_count = 0 if usable else self.unusable_count + 1
+        self.over = self.unusable_count >= START_FAILURES_MAX
+        return self.over
 
     def next_s(self, ran_s: float) -> float:
         """Seconds to wait after a process that ran `ran_s`."""
@@ -129,7 +146,7 @@ class Launcher:
         try:
             async with anyio.create_task_group() as tasks:
                 for chip_index in range(self._settings.chips_count):
-                    tasks.start_soon(self._keep_worker, chip_index, addresses, control_plane)
+                    tasks.start_soon(self._keep_worker, chip_index, addresses, control_plane, admin)
                 await self._start_watching(tasks, admin, addresses)
         finally:
             with anyio.CancelScope(shield=True):
@@ -145,7 +162,7 @@ class Launcher:
         self._on_ready(addresses)
 
     async def _keep_worker(
-        self, chip_index: int, addresses: Addresses, control_plane: Process
+        self, chip_index: int, addresses: Addresses, control_plane: Process, admin: AdminWatcher
     ) -> None:
         name = worker_id(chip_index)
         command = worker_command(self._settings, chip_index, addresses.worker_port)
@@ -155,33 +172,34 @@ class Launcher:
             process = self._workers[name] = await start_child(command)
             code = await process.wait()
             pause_s = pause.next_s(time.monotonic() - started)
-            pause.over = code == ExitCode.LEFT or code in HOPELESS
+            said = f"{name} {_described(code)}"
+            if code == ExitCode.LEFT or code in HOPELESS:
+                pause.over = True
+            elif pause.count(await _was_usable(admin, name, process.pid)):
+                said += f" and was not usable in {pause.unusable_count} starts"
             if not self._group_may_serve():
-                self._report(f"{name} {_described(code)}")
+                self._report(said)
                 await self._give_up(control_plane)
                 return
             if pause.over:
-                self._report(f"{name} {_described(code)}; it is not started again")
+                self._report(f"{said}; it is not started again")
                 return
-            self._report(f"{name} {_described(code)}; starting it again in {pause_s:g} s")
+            self._report(f"{said}; starting it again in {pause_s:g} s")
             await anyio.sleep(pause_s)
 
     def _group_may_serve(self) -> bool:
-        """False once every group lacks a worker for good."""
+        """False once no group can form: every group lacks a worker or, with fewer chips, all."""
         pauses = iter(self._pauses.values())
         groups = [list(islice(pauses, size)) for size in self._settings.group_sizes]
-        return not all(any(self._is_gone(pause) for pause in group) for group in groups)
-
-    def _is_gone(self, pause: RestartPause) -> bool:
-        never_started = not self._ready and pause.failures_count >= START_FAILURES_MAX
-        return pause.over or never_started
+        lacks = all if self._settings.control_plane.scheduling.fewer_chips else any
+        return not all(lacks(pause.over for pause in group) for group in groups)
 
     async def _give_up(self, control_plane: Process) -> None:
         """Ends a service that cannot serve any more: requests would wait for ever."""
         await anyio.sleep(LAST_LEFT_S)
         if not (self._signals_count or self._gave_up):
             self._gave_up = True
-            self._report("no group can be complete again, stopping")
+            self._report("no group can form again, stopping")
             send_signal(control_plane, signal.SIGTERM)
 
     async def _watch_verdicts(self, admin: AdminWatcher) -> None:
@@ -211,12 +229,17 @@ class Launcher:
     async def _report_progress(self, admin: AdminWatcher) -> None:
         """A line whenever the state of a worker or a group changes, as long as we serve."""
         last: list[str] = []
+        told: dict[str, str] = {}
         while True:
             status = await admin.status()
             lines = progress_lines(status) if status is not None else last
-            for line in lines:
-                if line not in last:
-                    self._report(line)
+            reasons = unavailable_reasons(status) if status is not None else {}
+            for line in [line for line in lines if line not in last]:
+                self._report(line)
+            # A worker that is tried again and again has the same reason each time.
+            for name in [name for name in reasons if told.get(name) != reasons[name]]:
+                self._report(f"{name} is unavailable: {reasons[name]}")
+            told |= reasons
             last = lines
             await anyio.sleep(PROGRESS_POLL_READY_S if self._ready else PROGRESS_POLL_S)
 
@@ -251,6 +274,35 @@ def progress_lines(status: Mapping[str, object]) -> list[str]:
         if group["state"] == "serving"
     ]
     return [line for line in lines if line]
+
+
+def unavailable_reasons(status: Mapping[str, object]) -> dict[str, str]:
+    """Why the chip of a worker cannot be used, by the name of the worker."""
+    workers = status["workers"]
+    assert isinstance(workers, list)
+    return {worker["id"]: worker["reason"] for worker in workers if worker["state"] == UNAVAILABLE}
+
+
+def was_usable(status: Mapping[str, object], name: str, pid: int) -> bool | None:
+    """Whether the control plane had a use for a process that has ended; None: it seems to live."""
+    workers = status["workers"]
+    assert isinstance(workers, list)
+    for worker in workers:
+        if (worker["id"], worker["pid"]) == (name, pid):
+            return {UNAVAILABLE: False, LOST: True}.get(worker["state"])
+    return False
+
+
+async def _was_usable(admin: AdminWatcher, name: str, pid: int) -> bool:
+    """Asks until the end of the process is noticed; what is not known is not held against it."""
+    with anyio.move_on_after(NOTICE_S):
+        while True:
+            status = await admin.status()
+            usable = None if status is None else was_usable(status, name, pid)
+            if usable is not None:
+                return usable
+            await anyio.sleep(NOTICE_POLL_S)
+    return True
 
 
 def _described(code: int) -> str:

@@ -139,6 +139,7 @@ class Dispatcher:
             backend=worker.backend,
             device=worker.device,
             dtype=worker.dtype,
+            unavailable_reason=worker.unavailable_reason,
         )
         self.post(WorkerAttached(worker))
 

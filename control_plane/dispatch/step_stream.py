@@ -125,6 +125,10 @@ class StepStream:
     def _take(self, message: worker_pb2.AttachRequest) -> None:
         term, epoch = wire.decode_fence(message)
         place = self.place
+        if term == self.term and message.fault.exiting:
+            # It is about the process: it counts whatever became of the epoch.
+            self._post(wire.decode_fault(message.fault, self.worker))
+            return
         if term != self.term or place is None or epoch != place.epoch:
             self._counters.messages_stale += 1
             _log.debug(

@@ -31,6 +31,8 @@ from protos import worker_pb2
 
 PROTOCOL_VERSION = 1
 WORKER_ID_CHARACTERS_MAX = 128
+REASON_CHARACTERS_MAX = 1000
+"""A reason is kept and shown for as long as the worker's name is known."""
 BLOCKS_MAX = 1 << 24
 """The ledger keeps a few bytes for every block."""
 
@@ -47,7 +49,7 @@ _LOSS_KINDS = {
 class GroupSettings:
     """What every FormGroup says besides the place; see protos/worker.proto.
 
-    block_tokens: of a group for which the core names no other number.
+    block_tokens and slots: of a group for which the core names no other number.
     """
 
     block_tokens: int
@@ -57,6 +59,7 @@ class GroupSettings:
     kv_policy: str
     step_deadline_s: float
     vocabulary_tokens: int = 0
+    probe_deadline_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,13 @@ def encode_form_group(
         layout=worker_pb2.GroupLayout(tensor_rank=effect.rank, tensor_size=effect.world_size),
         deadline_s=effect.deadline_s,
         block_tokens=effect.block_tokens or settings.block_tokens,
-        slots=settings.slots,
+        slots=effect.slots or settings.slots,
         chunk_tokens=settings.chunk_tokens,
         context_tokens=context_tokens,
         kv_policy=settings.kv_policy,
         step_deadline_s=settings.step_deadline_s,
         vocabulary_tokens=settings.vocabulary_tokens,
+        probe_deadline_s=settings.probe_deadline_s,
     )
     return worker_pb2.AttachResponse(form=form).SerializeToString()
 
@@ -212,7 +216,18 @@ def decode_hello(hello: worker_pb2.Hello) -> WorkerInfo:
         block_tokens_multiple=max(1, hello.chip.block_tokens_multiple),
         term_highest=hello.term_highest,
         batch_invariant=hello.chip.batch_invariant,
+        rows_max=hello.chip.rows_max,
+        unavailable_reason=_decode_reason(hello),
+        device_id=hello.chip.device_id,
+        chip_index=hello.chip.index,
     )
+
+
+def _decode_reason(hello: worker_pb2.Hello) -> str | None:
+    """Why the worker has no chip; None if it has one."""
+    if not hello.HasField("unavailable_reason"):
+        return None
+    return hello.unavailable_reason[:REASON_CHARACTERS_MAX] or "no reason was given"
 
 
 def decode_fence(message: worker_pb2.AttachRequest) -> tuple[int, int]:
@@ -248,12 +263,23 @@ def decode_report(
         case "result":
             return _decode_result(message.result, worker, place)
         case "fault":
-            kind = _LOSS_KINDS.get(message.fault.kind, LossKind.INTERNAL)
-            return WorkerFaulted(worker_id, incarnation, place.epoch, kind, message.fault.message)
+            return decode_fault(message.fault, worker)
         case "ack":
             return None
         case kind:
             raise ProtocolError(f"a worker may not send {kind or 'an empty message'} here")
+
+
+def decode_fault(fault: worker_pb2.Fault, worker: WorkerInfo) -> WorkerFaulted:
+    """What a worker says of its end in an epoch, or of the end of its process."""
+    return WorkerFaulted(
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        epoch=fault.group_epoch,
+        kind=_LOSS_KINDS.get(fault.kind, LossKind.INTERNAL),
+        message=fault.message[:REASON_CHARACTERS_MAX],
+        exiting=fault.exiting,
+    )
 
 
 def _decode_ready(ready: worker_pb2.Ready, worker: WorkerInfo, place: Place) -> WorkerReady:

@@ -42,6 +42,9 @@ def _worker(worker: WorkerSnapshot) -> admin_pb2.WorkerStatus:
         backend=worker.backend,
         heartbeat_age_s=worker.heartbeat_age_s,
         blocks=worker.blocks,
+        reason=worker.reason,
+        device_id=worker.device_id,
+        chip_index=worker.chip_index,
     )
 
 

@@ -1,19 +1,21 @@
 """The chip groups: which workers make up which group, in which epoch, and when an epoch ends.
 
-    waiting --all ranks idle--> forming --all ready--> serving
-       ^                          |                      |
-       '------- a rank lost, faulted, silent or late ----'
+    waiting --members idle--> forming --all ready--> serving
+       ^                         |                     |
+       '------ a rank lost, faulted, silent or late ---'
+
+The members are all workers of the group, or those that can while the others cannot (`muster`).
 
 Decides about workers only; what becomes of the requests, its listener decides.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from control_plane.config import SchedulingConfig
+from control_plane.scheduling.group_members import ChipGroup, GroupState, Muster, muster
 from control_plane.scheduling.heartbeat_watch import HeartbeatWatch
 from control_plane.scheduling.messages import (
     Condemn,
@@ -43,38 +45,23 @@ RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
 """Pause before forming a group again whose last epochs never got to a step."""
 
+GATHER_S = 1.0
+"""From the first failure of a rank while its group forms to the end of that epoch: what fails on
+one chip often fails on others, and the victim of a fault often speaks before the culprit."""
+
 GROUP_SERVING = "group.serving"
 GROUP_EPOCH_ENDED = "group.epoch_ended"
+GROUP_FEWER_CHIPS = "group.fewer_chips"
+GROUP_ROWS_CLAMPED = "group.rows_clamped"
 WORKER_LOST = "worker.lost"
 WORKER_FAULTED = "worker.faulted"
+WORKER_UNAVAILABLE = "worker.unavailable"
 WORKER_UNUSED = "worker.unused"
 WORKER_REFUSED = {
     WorkerState.CORDONED: "worker.cordoned",
     WorkerState.MISMATCHED: "worker.mismatched",
 }
 EVENT_STALE = "worker.event_stale"
-
-
-class GroupState(Enum):
-    """What a group is doing."""
-
-    WAITING = "waiting"  # for its workers
-    FORMING = "forming"
-    SERVING = "serving"
-
-
-@dataclass(slots=True)
-class ChipGroup:
-    """One group; epoch is 0 before the first. failures: epochs in a row without a finished step."""
-
-    group_id: str
-    worker_ids: tuple[str, ...]
-    state: GroupState = GroupState.WAITING
-    epoch: int = 0
-    block_tokens: int = 0
-    failures: int = 0
-    retry_at: float = 0.0
-    rendezvous_opened: bool = False
 
 
 class GroupListener(Protocol):
@@ -118,14 +105,17 @@ class ChipGroups:
 
     def attach(self, info: WorkerInfo, now: float) -> None:
         """A process introduced itself; it takes its name over from an older one."""
+        group = self._group_of.get(info.worker_id)
         older = self.workers.get(info.worker_id)
         if older and older.is_attached:
             older.state = WorkerState.LOST
             if older.info.incarnation != info.incarnation:
                 self._drop(older, "superseded by a newer process of the same name")
-            self._end_epoch_of(older, f"worker {info.worker_id} registered again", now)
-        group = self._group_of.get(info.worker_id)
+            if group and info.worker_id in group.ranks:
+                self.end_epoch(group, f"worker {info.worker_id} registered again", now)
         worker = Worker(info, group.group_id if group else "", now)
+        if older and older.info.incarnation == info.incarnation:
+            worker.has_served = older.has_served
         self.workers.put(worker)
         self._watch.arm(worker, now)
         if group is None:
@@ -133,6 +123,10 @@ class ChipGroups:
             why = "no group has a worker of this name"
             self._log(WORKER_UNUSED, worker, LogLevel.WARNING, reason=why)
             return
+        group.given_up.pop(info.worker_id, None)
+        if info.unavailable_reason is not None:
+            self.workers.count_fault(info.worker_id, now)
+            self._set_unavailable(worker, info.unavailable_reason)
         self._try_form(group, now)
 
     def lost(self, event: WorkerLost, now: float) -> None:
@@ -140,24 +134,38 @@ class ChipGroups:
         worker = self._known(event.worker_id, event.incarnation)
         if worker is None:
             return
-        worker.state = WorkerState.LOST
         if event.kind in OWN_FAULT_KINDS:
             self.workers.count_fault(worker.worker_id, now)
         level = LogLevel.INFO if event.kind is LossKind.GOODBYE else LogLevel.WARNING
         self._log(WORKER_LOST, worker, level, kind=event.kind.value, reason=event.message)
-        self._end_epoch_of(worker, f"worker {worker.worker_id} was lost: {event.message}", now)
+        self._set_gone(worker, f"its process ended while its group formed: {event.message}")
+        self._rank_failed(worker, f"worker {worker.worker_id} was lost: {event.message}", now)
         self._forget_unused(worker)
 
     def faulted(self, event: WorkerFaulted, now: float) -> None:
-        """A worker cannot go on in its epoch."""
-        worker = self._in_epoch(event.worker_id, event.incarnation, event.epoch)
+        """A worker cannot go on in its epoch, or, if its process exits, at all."""
+        if event.exiting:
+            worker = self._known(event.worker_id, event.incarnation)
+        else:
+            worker = self._in_epoch(event.worker_id, event.incarnation, event.epoch)
         if worker is None:
             return
-        if event.kind in OWN_FAULT_KINDS:
+        is_own = event.kind in OWN_FAULT_KINDS
+        if is_own:
             self.workers.count_fault(worker.worker_id, now)
         kind = event.kind.value
         self._log(WORKER_FAULTED, worker, LogLevel.WARNING, kind=kind, reason=event.message)
-        self._end_epoch_of(worker, f"worker {worker.worker_id} faulted: {event.message}", now)
+        if is_own and not worker.has_served and (worker.is_forming or event.exiting):
+            self._set_unavailable(worker, event.message)
+            if not event.exiting:
+                # A fresh process is the next thing to try, and this one cannot know it.
+                self._drop(worker, f"its chip failed while its group formed: {event.message}")
+        elif event.exiting:
+            # Its stream ends in a moment: no epoch can be formed with it.
+            worker.state = WorkerState.LOST
+        self._rank_failed(worker, f"worker {worker.worker_id} faulted: {event.message}", now)
+        if event.exiting:
+            self._forget_unused(worker)
 
     def rendezvous(self, event: RendezvousOpened) -> None:
         """Rank 0 opened the meeting point: the other ranks are told."""
@@ -166,8 +174,10 @@ class ChipGroups:
             return
         group = self._group_of[worker.worker_id]
         group.rendezvous_opened = True
-        for rank in self._ranks(group)[1:]:
+        for rank in self._ranks(group):
             info = rank.info
+            if info.worker_id == worker.worker_id:
+                continue
             self._emit(SendRendezvous(info.worker_id, info.incarnation, event.epoch, event.address))
 
     def ready(self, event: WorkerReady, now: float) -> None:
@@ -180,12 +190,13 @@ class ChipGroups:
         worker.heartbeat_at = now
         group = self._group_of[worker.worker_id]
         ranks = self._ranks(group)
-        if any(rank.state is not WorkerState.READY for rank in ranks):
+        if group.out or any(rank.state is not WorkerState.READY for rank in ranks):
             return
         group.state = GroupState.SERVING
         self._timers.clear(("form", group.group_id))
         for rank in ranks:
             rank.state = WorkerState.SERVING
+            rank.has_served = True
             rank.heartbeat_at = now  # The shorter allowance begins only now.
             self._watch.arm(rank, now)
         self._emit(Log(GROUP_SERVING, {"group": group.group_id, "epoch": group.epoch}))
@@ -205,7 +216,7 @@ class ChipGroups:
         if worker is None:
             return None
         group = self._group_of[worker_id]
-        if group.group_id != group_id or group.worker_ids[0] != worker_id:
+        if group.group_id != group_id or group.ranks[0] != worker_id:
             why = "not a result of its group's rank 0"
             self._log(EVENT_STALE, worker, LogLevel.DEBUG, reason=why)
             return None
@@ -222,18 +233,18 @@ class ChipGroups:
             return
         silent_s = now - worker.heartbeat_at
         self._condemn(worker, f"no heartbeat for {silent_s:.1f} s")
-        self._end_epoch_of(worker, f"worker {worker_id} is silent", now)
+        self._rank_failed(worker, f"worker {worker_id} is silent", now)
 
     def formation_due(self, group_id: str, now: float) -> None:
         """A group was not ready in time. Blamed are those who kept the others waiting."""
         group = self.groups[group_id]
         if group.state is not GroupState.FORMING:
             return
-        ranks = self._ranks(group)
+        ranks = [rank for rank in self._ranks(group) if rank.worker_id not in group.out]
         late = [rank for rank in ranks if rank.state is WorkerState.FORMING]
-        if len(ranks) > 1 and not group.rendezvous_opened:
-            late = ranks[:1]
-        elif len(late) == len(ranks) > 1:
+        if len(group.ranks) > 1 and not group.rendezvous_opened:
+            late = [rank for rank in ranks if rank.worker_id == group.ranks[0]]
+        elif group.out or len(late) == len(ranks) > 1:
             late = []
         for worker in late:
             self.workers.count_fault(worker.worker_id, now)
@@ -250,6 +261,23 @@ class ChipGroups:
             self._condemn(worker, f"a step took over {self._config.step_deadline_s:g} s")
         self.end_epoch(group, "a step's result is overdue", now)
 
+    def gathered(self, group_id: str, now: float) -> None:
+        """The moment after the first failure in a forming group is over."""
+        group = self.groups[group_id]
+        self.end_epoch(group, group.ended_by, now)
+
+    def start_overdue(self, group_id: str, now: float) -> None:
+        """A group waited long enough for those that have not come: it goes on without them."""
+        group = self.groups[group_id]
+        found = muster(group, self.workers)
+        if group.state is not GroupState.WAITING or not found.members:
+            return
+        for worker_id in self._absent(found):
+            group.given_up[worker_id] = (
+                f"it did not come within {self._config.start_deadline_s:g} s"
+            )
+        self._try_form(group, now)
+
     def retry_due(self, group_id: str, now: float) -> None:
         """The pause before forming a group again is over."""
         self._try_form(self.groups[group_id], now)
@@ -262,7 +290,8 @@ class ChipGroups:
         """The control plane itself stood still so long: nobody was silent or late meanwhile."""
         for worker in self.workers.attached():
             worker.heartbeat_at = now
-        self._timers.postpone("form", stall_s)
+        for kind in ("form", "gather", "start"):
+            self._timers.postpone(kind, stall_s)
 
     # ------------------------------------------------------------ epochs
 
@@ -273,11 +302,12 @@ class ChipGroups:
             return
         group.state = GroupState.WAITING
         self._timers.clear(("form", group.group_id))
+        self._timers.clear(("gather", group.group_id))
         fields = {"group": group.group_id, "epoch": group.epoch, "reason": reason}
         self._emit(Log(GROUP_EPOCH_ENDED, fields, LogLevel.WARNING))
         for rank in self._ranks(group):
-            if rank.state in (WorkerState.FORMING, WorkerState.READY, WorkerState.SERVING):
-                if rank.state is not WorkerState.SERVING:
+            if rank.is_forming or rank.is_serving:
+                if rank.is_forming:
                     rank.heartbeat_at = now  # Loading may have kept it from a sign of life.
                 rank.state = WorkerState.IDLE
                 rank.ready = None
@@ -288,24 +318,56 @@ class ChipGroups:
             pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(group.failures - 1, 10))
             group.retry_at = now + pause_s
         group.failures += 1
+        group.ranks = ()
+        group.out.clear()
         if was_serving:
             self._listener.group_ended(group, now)
         self._try_form(group, now)
 
-    def _try_form(self, group: ChipGroup, now: float) -> None:
-        """Starts an epoch if every rank is idle and may be used."""
+    def _rank_failed(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker cannot go on; if it is a rank, its epoch ends, at once unless it forms."""
+        group = self._group_of.get(worker.worker_id)
+        if group is None or worker.worker_id not in group.ranks:
+            return
+        group.out.add(worker.worker_id)
         ranks = self._ranks(group)
-        if group.state is not GroupState.WAITING or not self._usable(group, ranks, now):
+        if group.state is not GroupState.FORMING or all(r.worker_id in group.out for r in ranks):
+            self.end_epoch(group, reason, now)
+        elif not self._timers.has(("gather", group.group_id)):
+            group.ended_by = reason
+            self._timers.set(("gather", group.group_id), now + GATHER_S)
+
+    def _try_form(self, group: ChipGroup, now: float) -> None:
+        """Starts an epoch if every member is idle and may be used, or the rest is given up."""
+        if group.state is not GroupState.WAITING:
+            return
+        self._review(group, now)
+        found = muster(group, self.workers)
+        if not found.members:
+            return
+        if found.awaited or (found.missing and not self._config.fewer_chips):
+            self._wait_for_rest(group, found, now)
             return
         if now < group.retry_at:
             self._timers.set(("retry", group.group_id), group.retry_at)
             return
+        self._timers.clear(("start", group.group_id))
+        self._begin_epoch(group, found, now)
+
+    def _begin_epoch(self, group: ChipGroup, found: Muster, now: float) -> None:
+        ranks = found.members
         self._epoch_highest += 1
         group.epoch = self._epoch_highest
         group.state = GroupState.FORMING
+        group.ranks = tuple(rank.worker_id for rank in ranks)
         group.rendezvous_opened = False
         multiples = [rank.info.block_tokens_multiple for rank in ranks]
         group.block_tokens = math.lcm(self._config.block_tokens, *multiples)
+        group.slots_count = self._allowed_rows(group, ranks)
+        if found.missing:
+            fields: dict[str, object] = {"group": group.group_id, "epoch": group.epoch}
+            fields |= {"chips": len(ranks), "missing": found.missing}
+            self._emit(Log(GROUP_FEWER_CHIPS, fields, LogLevel.WARNING))
         deadline_s = self._config.formation_deadline_s
         self._timers.set(("form", group.group_id), now + deadline_s)
         for i, rank in enumerate(ranks):
@@ -321,37 +383,69 @@ class ChipGroups:
                     world_size=len(ranks),
                     deadline_s=deadline_s,
                     block_tokens=group.block_tokens,
+                    slots=group.slots_count,
                 )
             )
 
-    def _usable(self, group: ChipGroup, ranks: list[Worker], now: float) -> bool:
-        """Whether all ranks are here, serve one model and have not failed too often."""
+    def _allowed_rows(self, group: ChipGroup, ranks: Sequence[Worker]) -> int:
+        """Requests a group may compute at once: what is configured, or what its chips accept."""
+        asked = self._config.running_max
+        limited = [rank for rank in ranks if 0 < rank.info.rows_max < asked]
+        if not limited:
+            return asked
+        smallest = min(limited, key=lambda rank: rank.info.rows_max)
+        fields: dict[str, object] = {
+            "group": group.group_id,
+            "worker": smallest.worker_id,
+            "device": smallest.info.device,
+            "rows_max": smallest.info.rows_max,
+            "setting": "--max-running",
+            "asked": asked,
+        }
+        self._emit(Log(GROUP_ROWS_CLAMPED, fields, LogLevel.WARNING))
+        return smallest.info.rows_max
+
+    def _review(self, group: ChipGroup, now: float) -> None:
+        """Brings the states of unused workers up to date: cordoned, of another model, or idle.
+
+        Their model is the one most of them have; between two as many, that of the first worker.
+        """
         unused = (WorkerState.IDLE, WorkerState.MISMATCHED, WorkerState.CORDONED)
-        attached = [rank for rank in ranks if rank.state in unused]
-        for rank in attached:
+        known = [self.workers.get(worker_id) for worker_id in group.worker_ids]
+        attached = [worker for worker in known if worker and worker.state in unused]
+        digests = Counter(
+            worker.info.model_digest
+            for worker in attached
+            if not self.workers.is_cordoned(worker.worker_id, now)
+        )
+        digest = max(digests, key=digests.__getitem__, default="")
+        for worker in attached:
             state = WorkerState.IDLE
-            if self.workers.is_cordoned(rank.worker_id, now):
+            if self.workers.is_cordoned(worker.worker_id, now):
                 state = WorkerState.CORDONED
-                until = self.workers.cordoned_until(rank.worker_id)
+                until = self.workers.cordoned_until(worker.worker_id)
                 self._timers.set(("retry", group.group_id), until)
-            elif rank.info.model_digest != attached[0].info.model_digest:
+            elif worker.info.model_digest != digest:
                 state = WorkerState.MISMATCHED
-            if state is not rank.state and state is not WorkerState.IDLE:
+            if state is not worker.state and state is not WorkerState.IDLE:
                 event = WORKER_REFUSED[state]
-                self._log(event, rank, LogLevel.WARNING, model=rank.info.model_digest)
-            rank.state = state
-        idle_count = sum(rank.state is WorkerState.IDLE for rank in ranks)
-        return idle_count == len(group.worker_ids)
+                self._log(event, worker, LogLevel.WARNING, model=worker.info.model_digest)
+            worker.state = state
+
+    def _wait_for_rest(self, group: ChipGroup, found: Muster, now: float) -> None:
+        """Who is not there has a limited time from when the first one waits for it."""
+        key = ("start", group.group_id)
+        if self._config.fewer_chips and self._absent(found) and not self._timers.has(key):
+            self._timers.set(key, now + self._config.start_deadline_s)
+
+    def _absent(self, found: Muster) -> list[str]:
+        """Who is waited for and has no process here."""
+        return [name for name in found.awaited if not self.workers.is_attached(name)]
 
     def _ranks(self, group: ChipGroup) -> list[Worker]:
-        """The attached workers of a group, in the order of ranks."""
-        workers = [self.workers.get(worker_id) for worker_id in group.worker_ids]
+        """The attached workers of a group's present epoch, in the order of ranks."""
+        workers = [self.workers.get(worker_id) for worker_id in group.ranks]
         return [worker for worker in workers if worker and worker.is_attached]
-
-    def _end_epoch_of(self, worker: Worker, reason: str, now: float) -> None:
-        group = self._group_of.get(worker.worker_id)
-        if group:
-            self.end_epoch(group, reason, now)
 
     # ------------------------------------------------------------ who is meant
 
@@ -368,17 +462,29 @@ class ChipGroups:
         if worker is None:
             return None
         group = self._group_of.get(worker_id)
-        if group is None or group.epoch != epoch or group.state is GroupState.WAITING:
+        if group is None or group.epoch != epoch or worker_id not in group.ranks:
             self._log(EVENT_STALE, worker, LogLevel.DEBUG, epoch=epoch)
             return None
         return worker
 
     def _condemn(self, worker: Worker, reason: str) -> None:
         info = worker.info
-        worker.state = WorkerState.LOST
+        self._set_gone(worker, reason)
         self._emit(Condemn(info.worker_id, info.incarnation, info.pid, reason))
         self._drop(worker, reason)
         self._forget_unused(worker)
+
+    def _set_gone(self, worker: Worker, reason: str) -> None:
+        """Its process is over: lost, or unavailable if it never got as far as serving."""
+        if worker.is_forming and not worker.has_served:
+            self._set_unavailable(worker, reason)
+        else:
+            worker.state = WorkerState.LOST
+
+    def _set_unavailable(self, worker: Worker, reason: str) -> None:
+        worker.state = WorkerState.UNAVAILABLE
+        worker.reason = reason
+        self._log(WORKER_UNAVAILABLE, worker, LogLevel.WARNING, reason=reason)
 
     def _forget_unused(self, worker: Worker) -> None:
         """A name of no group need not be remembered once its process is gone."""

@@ -17,7 +17,8 @@ from control_plane.errors import (
 )
 from control_plane.request import Request
 from control_plane.scheduling.admission_rules import outgrown, queue_refusal, tokens_limit
-from control_plane.scheduling.chip_groups import ChipGroup, ChipGroups
+from control_plane.scheduling.chip_groups import ChipGroups
+from control_plane.scheduling.group_members import ChipGroup
 from control_plane.scheduling.live_request import LiveRequest, Stage
 from control_plane.scheduling.messages import (
     Accepted,
@@ -145,6 +146,10 @@ class SchedulingCore:
                 self._chips.heartbeat_due(name, now)
             case "form":
                 self._chips.formation_due(name, now)
+            case "start":
+                self._chips.start_overdue(name, now)
+            case "gather":
+                self._chips.gathered(name, now)
             case "retry":
                 self._chips.retry_due(name, now)
             case "deadline":

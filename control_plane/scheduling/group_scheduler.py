@@ -40,6 +40,7 @@ class GroupScheduler:
         config: SchedulingConfig,
         group_id: str,
         epoch: int,
+        slots_count: int,
         index: RadixIndex,
         tree: GroupTree,
         load: ChipLoadTable,
@@ -55,7 +56,7 @@ class GroupScheduler:
         self.waiting = WaitingQueue(config.policy, config.ageing_s)
         self.running: list[LiveRequest] = []
         self.retracting: list[LiveRequest] = []
-        self.slots = SlotTable(config.running_max)
+        self.slots = SlotTable(slots_count)
         self.blocks = RequestBlocks(
             index,
             tree,

@@ -2,7 +2,7 @@
 
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling.timers import Timers
-from control_plane.scheduling.worker_table import Worker, WorkerState
+from control_plane.scheduling.worker_table import Worker
 
 
 class HeartbeatWatch:
@@ -35,6 +35,6 @@ class HeartbeatWatch:
         return False
 
     def _silent_at(self, worker: Worker) -> float:
-        if worker.state in (WorkerState.FORMING, WorkerState.READY):
+        if worker.is_forming:
             return worker.heartbeat_at + self._config.formation_heartbeat_timeout_s
         return worker.heartbeat_at + self._config.heartbeat_timeout_s

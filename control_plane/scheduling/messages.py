@@ -112,7 +112,11 @@ class LossKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker process as it introduced itself."""
+    """A worker process as it introduced itself.
+
+    rows_max: most rows (requests) of a step its chip accepts; 0 is no limit. unavailable_reason:
+    None if it can serve; else why its chip cannot be used, and the process is about to leave.
+    """
 
     worker_id: str
     incarnation: int
@@ -126,6 +130,10 @@ class WorkerInfo:
     block_tokens_multiple: int = 1
     term_highest: int = 0
     batch_invariant: bool = False
+    rows_max: int = 0
+    unavailable_reason: str | None = None
+    device_id: str = ""
+    chip_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +167,17 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFaulted:
-    """A worker cannot go on in its epoch; its stream stays open."""
+    """A worker cannot go on in its epoch; its stream stays open.
+
+    exiting: the process is about to end, so that it counts even if the epoch is over.
+    """
 
     worker_id: str
     incarnation: int
     epoch: int
     kind: LossKind
     message: str
+    exiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +350,8 @@ class ServingChanged:
 class FormGroup:
     """Tells one worker to join a group as a rank.
 
-    block_tokens: tokens in a block of this group; 0 means the configured number.
+    block_tokens: tokens in a block of this group; slots: rows of its tables; 0 means the
+    configured number.
     """
 
     worker_id: str
@@ -349,6 +362,7 @@ class FormGroup:
     world_size: int
     deadline_s: float
     block_tokens: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +470,12 @@ class WorkerSnapshot:
     heartbeat_age_s: float
     blocks: int = 0
     """Capacity of its chip's pool; 0 while it does not serve."""
+    reason: str = ""
+    """Why its chip is unavailable; empty in every other state."""
+    device_id: str = ""
+    """What the vendor's tools call its chip; empty where that is the index."""
+    chip_index: int = 0
+    """Position of its chip among those of its make."""
 
 
 @dataclass(frozen=True, slots=True)

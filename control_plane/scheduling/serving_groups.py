@@ -5,7 +5,6 @@ from itertools import islice
 
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling.block_ledger import BlockLedger
-from control_plane.scheduling.chip_groups import ChipGroup
 from control_plane.scheduling.chip_load_table import ChipLoadTable, GroupLoad
 from control_plane.scheduling.global_scheduler import (
     MOVE_GAIN_S,
@@ -13,6 +12,7 @@ from control_plane.scheduling.global_scheduler import (
     choose_group,
     weigh_group,
 )
+from control_plane.scheduling.group_members import ChipGroup
 from control_plane.scheduling.group_scheduler import GroupScheduler
 from control_plane.scheduling.live_request import LiveRequest
 from control_plane.scheduling.messages import (
@@ -81,17 +81,18 @@ class ServingGroups:
             group_id=group.group_id,
             block_tokens=group.block_tokens,
             total_blocks=blocks_total,
-            slots_count=self._config.running_max,
+            slots_count=group.slots_count,
             prefill_tokens_per_s=rate,
             step_s=decode_step_s,
             available_blocks=blocks_total,
         )
         self.load.add_group(load)
-        self._worker_ids[group.group_id] = group.worker_ids
+        self._worker_ids[group.group_id] = group.ranks
         self.schedulers[group.group_id] = GroupScheduler(
             self._config,
             group.group_id,
             group.epoch,
+            group.slots_count,
             self._index,
             tree,
             self.load,
@@ -222,7 +223,7 @@ class ServingGroups:
         return GroupSnapshot(
             group_id=group.group_id,
             epoch=group.epoch,
-            worker_ids=group.worker_ids,
+            worker_ids=group.ranks or group.worker_ids,
             state=group.state.value,
             running=len(scheduler.running) + len(scheduler.retracting) if scheduler else 0,
             waiting=len(scheduler.waiting) if scheduler else 0,

@@ -22,18 +22,26 @@ class WorkerState(Enum):
     CORDONED = "cordoned"  # attached, but not used: too many faults of its own
     MISMATCHED = "mismatched"  # attached, but not used: it serves another model than its group
     UNUSED = "unused"  # attached, but of no group
+    UNAVAILABLE = (
+        "unavailable"  # its chip failed before it ever served; a new process may do better
+    )
     LOST = "lost"  # its stream is gone
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker name and the process that has it now."""
+    """One worker name and the process that has it now.
+
+    reason: why its chip is unavailable. has_served: this process was a rank of a group that served.
+    """
 
     info: WorkerInfo
     group_id: str
     heartbeat_at: float
     state: WorkerState = WorkerState.IDLE
     ready: WorkerReady | None = None
+    reason: str = ""
+    has_served: bool = False
 
     @property
     def worker_id(self) -> str:
@@ -47,8 +55,13 @@ class Worker:
 
     @property
     def is_attached(self) -> bool:
-        """Whether its stream is open."""
-        return self.state is not WorkerState.LOST
+        """Whether its process is there, as far as it can be of use."""
+        return self.state not in (WorkerState.LOST, WorkerState.UNAVAILABLE)
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether it gets ready to take steps, or waits for the other ranks."""
+        return self.state in (WorkerState.FORMING, WorkerState.READY)
 
 
 class WorkerTable:
@@ -69,14 +82,19 @@ class WorkerTable:
         return self._workers.get(worker_id)
 
     def find(self, worker_id: str, incarnation: int) -> Worker | None:
-        """The attached process of this name and incarnation."""
+        """The attached process of this name and incarnation; None for one that is unavailable."""
         worker = self._workers.get(worker_id)
         if worker and worker.is_attached and worker.info.incarnation == incarnation:
             return worker
         return None
 
+    def is_attached(self, worker_id: str) -> bool:
+        """Whether the name has a process that is there and not unavailable."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.is_attached
+
     def attached(self) -> list[Worker]:
-        """Every process whose stream is open."""
+        """Every process that is there and not unavailable."""
         return [worker for worker in self._workers.values() if worker.is_attached]
 
     def forget(self, worker_id: str) -> None:
@@ -114,6 +132,9 @@ class WorkerTable:
                 group_id=worker.group_id,
                 heartbeat_age_s=now - worker.heartbeat_at,
                 blocks=worker.ready.blocks if worker.ready and worker.is_serving else 0,
+                reason=worker.reason,
+                device_id=worker.info.device_id,
+                chip_index=worker.info.chip_index,
             )
             for _, worker in sorted(self._workers.items())
         )

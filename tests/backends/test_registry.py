@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 from typing_extensions import override
@@ -10,7 +11,7 @@ from typing_extensions import override
 from backends import plugin
 from backends.errors import BackendUnavailable, IncompatibleBackend, UnknownBackend
 from backends.interface import open_runtime
-from backends.plugin import Backend, BackendConfig, ChipDescription, find_backend
+from backends.plugin import Backend, BackendConfig, ChipDescription, choose_backend, find_backend
 
 
 class ThirdPartyBackend(Backend):
@@ -42,8 +43,10 @@ def register(monkeypatch):
     entries = []
     monkeypatch.setattr(plugin.importlib.metadata, "entry_points", entry_points)
 
-    def add(name, target):
+    def add(name, target, package="somewhere"):
         class Entry(EntryPoint):
+            dist = SimpleNamespace(name=package)
+
             def load(self):
                 if isinstance(target, Exception):
                     raise target
@@ -68,6 +71,72 @@ def test_a_registered_package_is_found_by_its_name(register):
 def test_a_broken_package_is_not_replaced_by_another(register):
     register("abacus", ImportError("libabacus.so is missing"))
     with pytest.raises(ImportError, match=r"libabacus\.so is missing"):
+        find_backend("abacus")
+
+
+@pytest.mark.parametrize("name", plugin.BUILT_IN)
+def test_a_package_with_the_name_of_a_built_in_is_refused_by_name(register, name):
+    register(name, ThirdPartyBackend, "polychip-impostor")
+    with pytest.raises(
+        IncompatibleBackend, match=rf"'{name}'.*package polychip-impostor.*built in"
+    ):
+        find_backend(name)
+    assert plugin.backend_names() == sorted(plugin.BUILT_IN)
+
+
+def test_two_packages_with_one_name_are_refused_naming_both(register):
+    register("abacus", ThirdPartyBackend, "abacus-one")
+    register("abacus", ThirdPartyBackend, "abacus-two")
+    with pytest.raises(IncompatibleBackend, match="package abacus-one and package abacus-two"):
+        find_backend("abacus")
+
+
+class BrokenStart(ThirdPartyBackend):
+    auto_rank = -1
+
+    @override
+    def on_init(self, config):
+        raise RuntimeError("driver says 719")
+
+
+class BrokenLook(ThirdPartyBackend):
+    auto_rank = -1
+
+    @override
+    def enumerate_chips(self, config):
+        raise KeyError("slot")
+
+
+class BrokenMake(ThirdPartyBackend):
+    def __init__(self, variant=""):  # noqa: ARG002
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (OSError("libabacus.so: undefined symbol"), "OSError: libabacus.so: undefined symbol"),
+        (ImportError("no abacus"), "ImportError: no abacus"),
+        (BrokenStart, "RuntimeError: driver says 719"),
+        (BrokenLook, "KeyError: 'slot'"),
+        (BrokenMake, "ValueError"),
+        (MisspeltHook, "backend 'abacus' overrides unknown names ['on_device_aquire']"),
+    ],
+    ids=["load", "import", "on_init", "enumerate", "constructor", "incompatible"],
+)
+def test_auto_tells_whatever_a_package_raises_and_takes_the_next(register, target, reason):
+    register("abacus", target)
+    choice = choose_backend(BackendConfig(chip_indices=(0,)))
+    assert choice.name == "cpu"
+    ((name, told),) = choice.rejected
+    assert name == "abacus"
+    assert told.startswith(reason)
+
+
+@pytest.mark.parametrize("error", [OSError("no such symbol"), RuntimeError("driver says 719")])
+def test_by_name_a_package_fails_with_its_own_error(register, error):
+    register("abacus", error)
+    with pytest.raises(type(error), match=str(error)):
         find_backend("abacus")
 
 

@@ -60,6 +60,7 @@ class FakeSession:
         self.hold = threading.Event()
         self.hold.set()
         self.aborts = 0
+        self.probing = False
         self.connection: Connection | None = None
 
     def handle(self, command: object) -> None:
@@ -109,7 +110,7 @@ class RunningWorker:
         self.compute = threading.Thread(
             target=lambda: run_commands(self.connection.inbox, self.session.handle), daemon=True
         )
-        self.connection.start(IDENTITY, self.session.abort)
+        self.connection.start(IDENTITY, self.session.abort, lambda: self.session.probing)
         self.compute.start()
 
     def state(self) -> dict:
@@ -136,14 +137,16 @@ def worker(plane, tmp_path) -> Iterator[RunningWorker]:
     running.stop()
 
 
-def form(stream, epoch: int = 1, term: int = TERM, step_deadline_s: float = 30.0) -> None:
+def form(
+    stream, epoch: int = 1, term: int = TERM, step_deadline_s: float = 30.0, **changes: float
+) -> None:
     stream.send(
         form=worker_pb2.FormGroup(
             term=term,
             group_id="g0",
             group_epoch=epoch,
             layout=worker_pb2.GroupLayout(tensor_rank=0, tensor_size=1),
-            deadline_s=30.0,
+            **{"deadline_s": 30.0, **changes},
             block_tokens=16,
             slots=8,
             chunk_tokens=64,
@@ -332,11 +335,73 @@ def test_a_compute_thread_that_does_not_come_back_ends_the_process(plane, worker
     stream.read()
     worker.session.abort = lambda _ended: None
     worker.connection._abort = worker.session.abort
+    exits_before_fault = []
+    worker.connection.on_fault = lambda: exits_before_fault.append(list(worker.exits))
     worker.session.hold.clear()
     step(stream, 1)
     worker.session.wait_for(Step)
     stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=1))
     wait_until(lambda: worker.exits == [ExitCode.HUNG])
+    assert exits_before_fault == [[]]
+    fault = stream.read().fault
+    assert (fault.group_epoch, fault.step_id, fault.exiting) == (1, 1, True)
+    assert fault.kind == worker_pb2.FAULT_KIND_DEVICE, "its own chip is to blame"
+    assert "did not come back for 0.2 s" in fault.message
+    assert stream.read().HasField("goodbye")
+
+
+@pytest.mark.parametrize(
+    ("probing", "limits", "exits"),
+    [
+        (True, {"probe_deadline_s": 0.2}, [ExitCode.HUNG]),
+        (False, {"probe_deadline_s": 0.2}, []),
+        # What a formation has taken already counts; a step's patience it always has.
+        (False, {"deadline_s": 0.5}, [ExitCode.HUNG]),
+    ],
+)
+def test_a_rank_that_hangs_while_its_group_forms_has_its_own_time(
+    plane, worker, probing, limits, exits
+):
+    worker.session.hold.clear()
+    worker.session.probing = probing
+    worker.connection._abort = lambda _ended: None
+    stream = plane.next_stream()
+    form(stream, step_deadline_s=0.4, **limits)
+    worker.session.wait_for(FormGroup)
+    time.sleep(0.3)
+    began_at = time.monotonic()
+    stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=1))
+    if exits:
+        wait_until(lambda: worker.exits == exits)
+        assert time.monotonic() - began_at < 1.0
+    else:
+        time.sleep(1.0)
+        assert worker.exits == []
+
+
+def test_a_final_fault_is_told_although_its_epoch_is_over(plane, worker):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=1))
+    worker.session.wait_for(ResetEpoch)
+    worker.connection.report(Fault(TERM, 1, 3, FaultKind.DEVICE, "late", exiting=False))
+    worker.connection.report(Fault(TERM, 1, 3, FaultKind.DEVICE, "last", exiting=True))
+    assert stream.read().fault.message == "last"
+
+
+def test_the_end_of_the_stream_does_not_hide_why_the_process_ends(plane, worker):
+    stream = plane.next_stream()
+    form(stream)
+    stream.read()
+    worker.session.hold.clear()
+    step(stream, 1)
+    worker.session.wait_for(Step)
+    worker.connection.report(Fault(TERM, 1, 1, FaultKind.MODEL, "no", exiting=True))
+    assert stream.read().fault.message == "no"
+    stream.end(grpc.StatusCode.ABORTED, "dropped")
+    wait_until(lambda: not worker.connection._thread.is_alive())
+    assert worker.connection.exit_code is ExitCode.MODEL_FAILED
 
 
 def test_acknowledgements_travel_together(plane, worker):

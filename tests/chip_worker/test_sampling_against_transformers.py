@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chip_worker.batch import RowWants, SlotSampling
-from chip_worker.logit_adjustments import adjust_rows
+from chip_worker.logit_adjustments import adjust_rows, unpacked
 from chip_worker.slots import Slot
 from kernels.reference import adjust_logits
 from kernels.sampling_reference import filtered_logits
@@ -101,9 +101,9 @@ def slot_of(cases, row):
 
 def test_bias_repetition_penalty_and_suppression_change_the_same_logits(cases, theirs):
     slots = [slot_of(cases, row) for row in range(ROWS)]
-    columns = adjust_rows(slots, VOCABULARY).columns()
+    packed = (torch.from_numpy(part) for part in adjust_rows(slots, VOCABULARY).packed())
     logits = torch.from_numpy(cases["logits"])
-    ours = adjust_logits(logits, *(torch.from_numpy(column) for column in columns))
+    ours = adjust_logits(logits, *unpacked(*packed))
     expected = torch.from_numpy(theirs["adjusted"])
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     held_back = ours[:, SUPPRESSED].isneginf().all(dim=-1)

@@ -10,7 +10,16 @@ import torch
 from backends.communicator import SingleRankCommunicator
 from backends.cpu.plugin import CpuBackend
 from backends.cpu.runtime import CpuRuntime
-from backends.errors import DeviceLost, OutOfMemory, PeerLost
+from backends.errors import (
+    BackendUnavailable,
+    CommunicatorTimeout,
+    DeviceError,
+    DeviceHung,
+    DeviceLost,
+    OutOfMemory,
+    PeerLost,
+)
+from backends.interface import AcquiredDevices
 from chip_worker.batch import (
     Fault,
     FaultKind,
@@ -359,6 +368,73 @@ def test_ranks_meet_through_the_communicator_of_the_backend(path):
         rank.session.close()
 
 
+class ProbedCommunicator(SingleRankCommunicator):
+    """One of two ranks, whose first sum does what the test says."""
+
+    def __init__(self, first_sum):
+        super().__init__()
+        self.world_size = 2
+        self.closed = False
+        self.aborted = threading.Event()
+        self._first_sum = first_sum
+
+    def all_reduce(self, _tensor):
+        self._first_sum(self)
+        raise AssertionError("the probe goes no further")
+
+    def abort(self):
+        self.aborted.set()
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (DeviceError("the link is down"), FaultKind.DEVICE),
+        (CommunicatorTimeout("no answer"), FaultKind.PEER),
+    ],
+)
+def test_a_group_is_probed_before_it_is_warmed_up(path, monkeypatch, error, kind):
+    def fail(_communicator):
+        assert rank.session.is_probing
+        raise error
+
+    rank, communicator = open_rank(path), ProbedCommunicator(fail)
+    monkeypatch.setattr(rank.runtime, "create_communicator", lambda *_: communicator)
+    rank.session.handle(form_command(world_size=2))
+    assert (fault_of(rank).kind, fault_of(rank).message) == (kind, str(error))
+    assert communicator.closed
+    assert not rank.session.is_probing
+    monkeypatch.undo()
+    rank.session.handle(form_command(epoch=2))
+    assert isinstance(rank.last, Ready), "a rank alone needs no probe"
+
+
+def test_a_probe_that_hangs_can_be_called_back(path, monkeypatch):
+    def hang(communicator):
+        assert communicator.aborted.wait(20)
+        raise CommunicatorTimeout("aborted")
+
+    rank, communicator = open_rank(path), ProbedCommunicator(hang)
+    monkeypatch.setattr(rank.runtime, "create_communicator", lambda *_: communicator)
+    thread = threading.Thread(target=rank.session.handle, args=(form_command(world_size=2),))
+    thread.start()
+    while not rank.session.is_probing:
+        time.sleep(0.01)
+    rank.session.abort(form_command(world_size=2))
+    thread.join(timeout=10)
+    assert fault_of(rank).kind is FaultKind.PEER
+
+
+def test_a_chip_that_cannot_be_opened_is_told_with_every_reason(path, monkeypatch):
+    found = AcquiredDevices((), {0: "no memory", 1: "no link"})
+    monkeypatch.setattr(CpuRuntime, "acquire", lambda *_: found)
+    with pytest.raises(BackendUnavailable, match="chip 0: no memory; chip 1: no link"):
+        open_rank(path)
+
+
 def test_abort_without_an_epoch_is_harmless(path):
     open_rank(path).session.abort(form_command())
 
@@ -393,11 +469,13 @@ def test_a_fault_lets_go_at_once_of_what_the_step_worked_on(path, monkeypatch):
     assert held[0]() is None
 
 
-def test_a_lost_chip_ends_the_process(path, monkeypatch):
+@pytest.mark.parametrize("error", [DeviceLost("it fell off the bus"), DeviceHung("no answer")])
+def test_a_chip_that_is_lost_or_hangs_ends_the_process(path, monkeypatch, error):
+    """A hang is told when the epoch is long over, and then only what ends the process counts."""
     rank, _ = started(path)
 
     def lost(_step):
-        raise DeviceLost("the chip fell off the bus")
+        raise error
 
     monkeypatch.setattr(rank.session._formation, "run", lost)
     rank.session.handle(first_step())

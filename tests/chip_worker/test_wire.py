@@ -34,6 +34,8 @@ IDENTITY = Identity(
     model_digest="ab",
     context_tokens=2048,
     vocabulary_size=49152,
+    rows_max=96,
+    device_id="0000:3b:00.0",
 )
 WORKER = messages.WorkerInfo("chip0", 11, 4711, "cpu", "", "float32", "ab", 2048, 49152)
 TIMES = batch.StepTimes(3, queue_ns=1, device_ns=2_500_000_000, communication_ns=4, gap_ns=5)
@@ -61,8 +63,20 @@ def test_hello():
     assert (worker.device, worker.dtype, worker.model_digest) == ("cores 0,1", "float32", "ab")
     assert (worker.context_tokens, worker.vocabulary_size) == (2048, 49152)
     assert (worker.block_tokens_multiple, worker.batch_invariant) == (128, True)
+    assert (worker.rows_max, hello.chip.device_id) == (96, "0000:3b:00.0")
+    assert worker.unavailable_reason is None
     assert (worker.term_highest, hello.join_token) == (TERM, "secret")
     assert not worker_wire.encode_hello(IDENTITY, 0, None).hello.HasField("join_token")
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [("burnt", "burnt"), ("", "no reason was given"), ("x" * 5000, "x" * 1000)],
+)
+def test_hello_of_a_worker_without_a_chip(reason, expected):
+    identity = replace(IDENTITY, model_digest="", context_tokens=0, unavailable_reason=reason)
+    worker = control_wire.decode_hello(worker_wire.encode_hello(identity, 0, None).hello)
+    assert worker.unavailable_reason == expected
 
 
 def test_step():
@@ -184,11 +198,12 @@ def test_form_group_and_its_context(configured, expected):
     )
 
 
-def test_a_group_may_have_its_own_block_size():
-    effect = messages.FormGroup("chip0", 11, "g0", EPOCH, 0, 1, 60.0, block_tokens=128)
-    form = received(control_wire.encode_form_group(effect, SETTINGS, WORKER, TERM))
+def test_a_group_may_have_its_own_block_size_and_rows():
+    effect = messages.FormGroup("chip0", 11, "g0", EPOCH, 0, 1, 60.0, block_tokens=128, slots=3)
+    settings = replace(SETTINGS, probe_deadline_s=7.0)
+    form = received(control_wire.encode_form_group(effect, settings, WORKER, TERM))
     assert isinstance(form, batch.FormGroup)
-    assert form.block_tokens == 128
+    assert (form.block_tokens, form.slots, form.probe_deadline_s) == (128, 3, 7.0)
 
 
 def test_small_commands():
@@ -276,6 +291,8 @@ def test_other_reports():
 def test_faults_keep_their_blame(kind, loss):
     fault = reported(batch.Fault(TERM, EPOCH, 3, kind, "because"))
     assert fault == messages.WorkerFaulted("chip0", 11, EPOCH, loss, "because")
+    last = reported(batch.Fault(TERM, EPOCH, 3, kind, "because", exiting=True))
+    assert last == replace(fault, exiting=True)
 
 
 # ---------------------------------------------------------------- malformed messages

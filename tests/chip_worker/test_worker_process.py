@@ -7,9 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+import structlog
 
+from backends.cpu.plugin import CpuBackend
+from backends.plugin import AutoChoice
+from chip_worker.__main__ import start_backend
+from chip_worker.config import WorkerConfig
+from chip_worker.errors import ConfigurationError
 from chip_worker.exit_code import ExitCode
 from chip_worker.status_file import FRESH_S, StatusFile, check_status_file
+from tests.fakes.checkpoints import TinyLlama, write_hugging_face
+from tests.fakes.scripted_control_plane import ScriptedControlPlane
 
 ROOT = Path(__file__).parents[2]
 COMMON = ["--worker-id", "chip0", "--control-plane", "127.0.0.1:1", "--model", "absent.gguf"]
@@ -45,6 +53,59 @@ def test_an_unknown_backend_is_named_with_the_known_ones():
     assert ended.returncode == ExitCode.BACKEND_FAILED
     assert "no backend 'abacus'" in ended.stderr
     assert "cpu" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return write_hugging_face(tmp_path_factory.mktemp("model"), TinyLlama())
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("lost", "the chip fell off the bus"),
+        pytest.param("broken", "RuntimeError: vendor error 719", marks=pytest.mark.long),
+        pytest.param("hangs", "the chip could not be opened within 1 s", marks=pytest.mark.long),
+        ("import-broken", "ImportError: libvendor.so.7"),
+        ("import-hangs", "the chip could not be opened within 1 s"),
+    ],
+)
+def test_a_chip_that_cannot_be_opened_is_told_to_the_control_plane(model, tmp_path, how, says):
+    status = tmp_path / "status.json"
+    with ScriptedControlPlane() as plane:
+        ended = run_worker(
+            *("--worker-id", "chip1", "--control-plane", f"127.0.0.1:{plane.port}"),
+            *("--model", model, "--backend", "chipless", "--devices", "bus1,bus0", "--chip", "1"),
+            *("--acquire-deadline", "1", "--status-file", str(status)),
+            script=("tests/fakes/chipless_backend.py", how),
+        )
+        stream = plane.next_stream()
+    assert ended.returncode == ExitCode.BACKEND_FAILED, ended.stderr
+    assert (stream.hello.worker_id, stream.hello.chip.device_id) == ("chip1", "bus0")
+    assert says in stream.hello.unavailable_reason
+    assert stream.hello.incarnation
+    assert says in stream.read().goodbye.reason
+    assert says in ended.stderr
+    where = ("Traceback", "open_device", "chipless_runtime.py")
+    assert any(each in ended.stderr for each in where), "why, or where it hangs"
+    assert check_status_file(str(status), time.time()) == (False, "failed")
+
+
+def test_auto_tells_what_was_tried_and_is_known_by_its_choice(monkeypatch):
+    chosen = AutoChoice("cpu", CpuBackend(), (("xpu", "no driver"), ("cuda", "it finds no chip")))
+    monkeypatch.setattr("chip_worker.__main__.choose_backend", lambda _config: chosen)
+    config = WorkerConfig("chip0", "here", "m", backend="auto", devices=("7", "4"))
+    with structlog.testing.capture_logs() as logs:
+        settled, backend, backend_config = start_backend(config)
+    assert (settled.backend, backend) == ("cpu", chosen.backend)
+    assert backend_config.devices == ("7", "4")
+    told = [(log.get("backend"), log.get("reason")) for log in logs]
+    assert told == [("xpu", "no driver"), ("cuda", "it finds no chip"), ("cpu", None)]
+
+
+def test_a_chip_beyond_the_listed_devices_is_refused():
+    with pytest.raises(ConfigurationError, match="chip 2 is beyond the 2 devices"):
+        WorkerConfig("chip2", "here", "m", chip_indices=(2,), devices=("4", "7"))
 
 
 def test_a_missing_model_has_a_code_of_its_own():

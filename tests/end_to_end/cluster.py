@@ -124,6 +124,11 @@ class Cluster:
         lines = self._path("stderr").read_text().splitlines()
         return [line for line in lines if '"level": "error"' in line]
 
+    def logged(self, event: str) -> list[dict[str, object]]:
+        """Records of one event that all processes have logged so far."""
+        lines = self._path("stderr").read_text().splitlines()
+        return [json.loads(line) for line in lines if f'"event": "{event}"' in line]
+
     def _path(self, name: str) -> Path:
         return Path(self._folder.name) / name
 

@@ -8,6 +8,8 @@ Usage: control_plane_process.py FOLDER ANNOUNCE
     FOLDER/end        ends with the status in the file
     FOLDER/stubborn   SIGTERM is ignored while the file exists
     FOLDER/key        the admin service asks for the API key in the file
+    FOLDER/broken     chip1 is unavailable while the file exists, for the reason in it
+    FOLDER/NAME.used  it had a use for every process of this worker while the file exists
 """
 
 import json
@@ -35,10 +37,22 @@ def check_key(context: grpc.ServicerContext) -> None:
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid key")
 
 
+def lost(used: Path) -> Iterator[admin_pb2.WorkerStatus]:
+    """The processes of the worker a file is named after, as a control plane has lost ones."""
+    for line in used.with_suffix(".pids").read_text().split():
+        yield admin_pb2.WorkerStatus(id=used.stem, state="lost", pid=int(line))
+
+
 class Admin(admin_pb2_grpc.AdminServiceServicer):
     def GetStatus(self, request, context):  # noqa: ARG002, N802
         check_key(context)
-        return admin_pb2.GetStatusResponse(workers=[admin_pb2.WorkerStatus(id="chip0", state="x")])
+        workers = [admin_pb2.WorkerStatus(id="chip0", state="x")]
+        broken = FOLDER / "broken"
+        if broken.exists():
+            reason = broken.read_text()
+            workers.append(admin_pb2.WorkerStatus(id="chip1", state="unavailable", reason=reason))
+        workers += [worker for path in FOLDER.glob("*.used") for worker in lost(path)]
+        return admin_pb2.GetStatusResponse(workers=workers)
 
     def WatchVerdicts(self, request, context) -> Iterator[admin_pb2.Verdict]:  # noqa: ARG002, N802
         check_key(context)

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from random import Random
 
 from control_plane.scheduling.messages import (
@@ -55,6 +56,14 @@ class VirtualClock:
         return True
 
 
+class Ailment(Enum):
+    """What is wrong with a chip."""
+
+    CLOSED = "cannot be opened"
+    FAILS = "fails while its group forms"
+    HANGS = "hangs while its group forms"
+
+
 @dataclass
 class FakeProcess:
     """One worker process; a restarted one is another process of the same name."""
@@ -63,6 +72,7 @@ class FakeProcess:
     incarnation: int
     alive: bool = True
     frozen: bool = False
+    hung: bool = False
     epoch: int = 0
     form: FormGroup | None = None
     chip: FakeChip | None = None
@@ -90,7 +100,12 @@ class FleetShape:
     load_s: float = 0.05
     step_s: float = 0.01
     restart_s: float = 0.3
+    hang_patience_s: float = 1.0
+    """After its epoch ended, a process that hangs in it tells so and ends."""
     nonfinite_share: float = 0.0
+    rows_max: dict[str, int] = field(default_factory=dict)
+    ailments: dict[str, Ailment] = field(default_factory=dict)
+    """Of chips that are broken; whoever removes one mends the chip."""
 
 
 class FakeFleet:
@@ -134,8 +149,13 @@ class FakeFleet:
             context_tokens=self.shape.context_tokens,
             vocabulary_size=1000,
             block_tokens_multiple=self.shape.multiples.get(worker_id, 1),
+            rows_max=self.shape.rows_max.get(worker_id, 0),
+            unavailable_reason="closed" if self._has(worker_id, Ailment.CLOSED) else None,
         )
         self._send(process, WorkerAttached(info))
+        if info.unavailable_reason is not None:
+            self._end(process, LossKind.GOODBYE)
+            return
         self._beat(process)
 
     def kill(self, worker_id: str, *, restart: bool = True) -> None:
@@ -143,11 +163,9 @@ class FakeFleet:
         process = self.processes[worker_id]
         if not process.alive:
             return
-        self._send(process, WorkerLost(worker_id, process.incarnation, LossKind.STREAM, "killed"))
-        process.alive = False
         if not restart:
             self.gone_for_good.add(worker_id)
-        self.clock.at(self.clock.now + self.shape.restart_s, lambda: self._restart(process))
+        self._end(process, LossKind.STREAM)
 
     def fault(self, worker_id: str, kind: LossKind) -> None:
         """The process reports a fault of its epoch and stays."""
@@ -156,9 +174,25 @@ class FakeFleet:
             event = WorkerFaulted(worker_id, process.incarnation, process.epoch, kind, "fault")
             self._send(process, event)
 
+    def die(self, worker_id: str) -> None:
+        """The chip is lost for this process: it says so, whatever its epoch, and ends."""
+        process = self.processes[worker_id]
+        if process.responds:
+            self._end_faulted(process, process.epoch, "chip lost")
+
     def freeze(self, worker_id: str) -> None:
         """The process does nothing more, heartbeats included, until it is killed."""
         self.processes[worker_id].frozen = True
+
+    def _has(self, worker_id: str, ailment: Ailment) -> bool:
+        return self.shape.ailments.get(worker_id) is ailment
+
+    def _end(self, process: FakeProcess, kind: LossKind) -> None:
+        """What the process sent before still arrives; its launcher starts another one."""
+        lost = WorkerLost(process.worker_id, process.incarnation, kind, "ended")
+        self._send(process, lost)
+        process.alive = False
+        self.clock.at(self.clock.now + self.shape.restart_s, lambda: self._restart(process))
 
     def _restart(self, process: FakeProcess) -> None:
         if self.processes[process.worker_id] is process:
@@ -219,6 +253,9 @@ class FakeFleet:
                 self._load(process)
             case ResetWorker() if process.epoch == effect.epoch:
                 process.epoch, process.form, process.chip = 0, None, None
+                if process.hung:
+                    when = self.clock.now + self.shape.hang_patience_s
+                    self.clock.at(when, lambda: self._end_hung(process, effect.epoch))
 
     def _load(self, process: FakeProcess) -> None:
         epoch = process.epoch
@@ -228,9 +265,15 @@ class FakeFleet:
     def _loaded(self, process: FakeProcess, epoch: int) -> None:
         if not process.responds or process.epoch != epoch or process.form is None:
             return
+        if process.hung or self._has(process.worker_id, Ailment.HANGS):
+            process.hung = True
+            return
+        if self._has(process.worker_id, Ailment.FAILS):
+            self.fault(process.worker_id, LossKind.DEVICE)
+            return
         blocks_count = self.shape.blocks[process.worker_id]
         assert process.form.block_tokens % self.shape.block_tokens == 0
-        process.chip = FakeChip(blocks_count, process.form.block_tokens, self.shape.slots_count)
+        process.chip = FakeChip(blocks_count, process.form.block_tokens, process.form.slots)
         self._send(
             process,
             WorkerReady(
@@ -242,6 +285,18 @@ class FakeFleet:
                 decode_step_s=self.shape.step_s,
             ),
         )
+
+    def _end_hung(self, process: FakeProcess, epoch: int) -> None:
+        """The process ends itself, once, and says first that its chip is to blame."""
+        if process.responds:
+            self._end_faulted(process, epoch, "hung")
+
+    def _end_faulted(self, process: FakeProcess, epoch: int, reason: str) -> None:
+        event = WorkerFaulted(
+            process.worker_id, process.incarnation, epoch, LossKind.DEVICE, reason, exiting=True
+        )
+        self._send(process, event)
+        self._end(process, LossKind.GOODBYE)
 
     # ------------------------------------------------------------ steps
 

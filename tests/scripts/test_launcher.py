@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chip_worker.exit_code import ExitCode
-from scripts.launcher import RestartPause
+from scripts.launcher import RestartPause, was_usable
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
@@ -29,7 +29,8 @@ launcher.control_plane_command = lambda settings, announce: [
     sys.executable, str(fakes / "control_plane_process.py"), str(folder), announce]
 launcher.worker_command = lambda settings, index, port: [
     sys.executable, str(fakes / "worker_process.py"), str(folder), f"chip{index}"]
-options = ["--chips", "2", "--drain-deadline", *sys.argv[2:]]
+chips = [] if "--groups" in sys.argv else ["--chips", "2"]
+options = [*chips, "--drain-deadline", *sys.argv[2:]]
 values = dict(serve.make_context("serve", options).params)
 del values["announce"]
 running = launcher.Launcher(
@@ -135,7 +136,7 @@ def test_when_the_last_worker_left_the_service_stops(
     for name, status in (("chip0", first), ("chip1", ExitCode.LEFT)):
         (running.folder / f"{name}.end").write_text(str(int(status)))
     assert running.process.wait(DEADLINE_S) == 1
-    assert "no group can be complete again, stopping" in running.text()
+    assert "no group can form again, stopping" in running.text()
     assert len(running.pids("chip0")) == len(running.pids("chip1")) == 1
 
 
@@ -207,7 +208,7 @@ def test_workers_that_never_start_end_the_service(
         (tmp_path / f"{name}.end").write_text(str(int(status)))
     running = start()
     assert running.process.wait(DEADLINE_S) == 1
-    assert "no group can be complete again" in running.text()
+    assert "no group can form again" in running.text()
     assert status.name in running.text()
     assert len(running.pids("chip0")) == starts
 
@@ -222,6 +223,87 @@ def test_a_worker_without_hope_does_not_stop_the_others(
     time.sleep(1.0)
     assert len(running.pids("chip0")) == 1
     assert running.process.poll() is None
+
+
+def test_a_chip_that_never_opens_is_left_alone_and_its_group_may_do_without(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "unhealthy").touch()
+    (tmp_path / "chip0.end").write_text(str(int(ExitCode.BACKEND_FAILED)))
+    running = start("--groups", "2")
+    said = (
+        "chip0 ended with status 7 (BACKEND_FAILED) and was not usable in 4 starts; "
+        "it is not started again"
+    )
+    running.wait_for(lambda: said in running.text())
+    time.sleep(0.5)
+    assert running.process.poll() is None
+    assert (len(running.pids("chip0")), len(running.pids("chip1"))) == (4, 1)
+    (tmp_path / "chip1.end").write_text(str(int(ExitCode.MODEL_FAILED)))
+    assert running.process.wait(DEADLINE_S) == 1
+    assert "no group can form again" in running.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("used", [True, False])
+def test_only_a_chip_that_becomes_usable_is_started_for_ever(
+    start: Callable[..., Running], tmp_path: Path, used: bool
+) -> None:
+    running = start("--groups", "2")
+    running.wait_until_ready()
+    if used:
+        (tmp_path / "chip0.used").touch()
+    (tmp_path / "chip0.end").write_text(str(int(ExitCode.DEVICE_LOST)))
+    if used:
+        running.wait_for(lambda: len(running.pids("chip0")) == 5)
+    else:
+        running.wait_for(lambda: "not usable in 4 starts" in running.text())
+    assert ("not started again" in running.text()) is not used
+
+
+@pytest.mark.parametrize(
+    ("state", "usable"),
+    [("unavailable", False), ("lost", True), ("forming", None), ("idle", None)],
+)
+def test_a_process_was_usable_if_it_ended_as_anything_but_unavailable(
+    state: str, usable: bool | None
+) -> None:
+    workers = [{"id": "chip0", "pid": 1, "state": "lost"}, {"id": "chip1", "pid": 7}]
+    workers[1]["state"] = state
+    assert was_usable({"workers": workers}, "chip1", 7) is usable
+    assert was_usable({"workers": workers}, "chip1", 8) is False, "it never attached"
+    assert was_usable({"workers": workers}, "chip2", 7) is False
+
+
+def test_a_usable_start_sets_the_count_back() -> None:
+    pause = RestartPause()
+    starts = [False, False, False, True, False, False, False, False]
+    assert [pause.count(usable) for usable in starts] == [*[False] * 7, True]
+    assert pause.over
+
+
+def test_a_group_that_needs_all_its_chips_ends_the_service_with_one_of_them(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    running = start("--groups", "2", "--fewer-chips", "off")
+    running.wait_until_ready()
+    (tmp_path / "chip0.end").write_text(str(int(ExitCode.MODEL_FAILED)))
+    assert running.process.wait(DEADLINE_S) == 1
+
+
+def test_an_unavailable_chip_is_named_with_the_reason_whenever_that_changes(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "unhealthy").touch()
+    running = start()
+    for times, reason in ((1, "burnt"), (2, "burnt"), (3, "gone")):
+        (tmp_path / "broken").write_text(reason)
+        states = "chip0 x, chip1 unavailable"
+        running.wait_for(lambda: running.text().count(states) == times)  # noqa: B023
+        (tmp_path / "broken").unlink()
+        running.wait_for(lambda: running.text().count("chip0 x\n") == times)  # noqa: B023
+    assert running.text().count("chip1 is unavailable: burnt") == 1
+    assert running.text().count("chip1 is unavailable: gone") == 1
 
 
 def test_the_pause_grows_and_forgets() -> None:

@@ -276,6 +276,30 @@ async def test_heartbeats_count_only_for_the_process_and_term_that_attached(plan
     assert plane.events[1:] == [Heartbeat("chip0", 11)]
 
 
+async def test_a_worker_without_a_chip_says_why_and_leaves(plane):
+    worker = plane.worker()
+    await worker.attach(unavailable_reason="burnt", chip=None, model=None)
+    attached = await plane.wait_for_event(WorkerAttached)
+    assert attached.worker.unavailable_reason == "burnt"
+    await worker.send(goodbye=worker_pb2.Goodbye(reason="burnt"))
+    assert (await worker.status())[0] is grpc.StatusCode.OK
+
+
+async def test_a_fault_that_ends_the_process_counts_whatever_became_of_its_epoch(plane):
+    worker = plane.worker()
+    await worker.attach()
+    await join_group(plane, worker, epoch=5)
+    plane.dispatcher.carry_out(ResetWorker("chip0", 11, 5, "a peer was lost"))
+    kind = worker_pb2.FAULT_KIND_DEVICE
+    for exiting, message in ((False, "late"), (True, "last")):
+        fault = worker_pb2.Fault(
+            term=TERM, group_epoch=5, kind=kind, message=message, exiting=exiting
+        )
+        await worker.send(fault=fault)
+    found = await plane.wait_for_event(WorkerFaulted)
+    assert (found.message, found.exiting, found.kind) == ("last", True, LossKind.DEVICE)
+
+
 # ---------------------------------------------------------------- ends
 
 

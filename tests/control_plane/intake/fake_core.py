@@ -139,10 +139,11 @@ class FakeCore:
 
     def snapshot(self) -> Snapshot:
         worker = WorkerSnapshot("chip0", 4, 5, "serving", "cores 0-1", "cpu", "g0", 0.25, 6)
+        broken = WorkerSnapshot("chip1", 0, 9, "unavailable", "", "cpu", "g0", 1.0, reason="burnt")
         group = GroupSnapshot(
             "g0", 3, ("chip0",), "serving", 1, 2, 3, BlockCounts(1, 2, 3, 6), 16, 9, 2
         )
-        return Snapshot((worker,), (group,), 7, 2, 1, 99, 6)
+        return Snapshot((worker, broken), (group,), 7, 2, 1, 99, 6)
 
 
 @dataclass

@@ -38,6 +38,10 @@ async def test_status_shows_the_core_and_the_intake(start, core):
         await until(lambda: s.intake.running_count == 0)
         rest = await admin(s).GetStatus(admin_pb2.GetStatusRequest())
     worker, group = status.workers[0], status.groups[0]
+    assert [(each.state, each.reason) for each in status.workers] == [
+        ("serving", ""),
+        ("unavailable", "burnt"),
+    ]
     assert (worker.id, worker.pid, worker.group, worker.state) == ("chip0", 4, "g0", "serving")
     assert worker.blocks == 6
     assert (worker.incarnation, worker.heartbeat_age_s, worker.backend) == (5, 0.25, "cpu")

@@ -84,7 +84,7 @@ def test_a_block_is_a_common_multiple_of_what_the_chips_like() -> None:
 
 
 def test_another_model_in_a_group_is_not_used() -> None:
-    core = driven(2)
+    core = driven(2, fewer_chips=False)
     core.attach("chip0")
     assert core.attach("chip1", model_digest="other") == []
     assert state_of(core, "chip1") == "mismatched"

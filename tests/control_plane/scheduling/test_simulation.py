@@ -12,6 +12,7 @@ import pytest
 
 from control_plane.config import POLICIES, SchedulingConfig
 from control_plane.request import Request, Sampling
+from control_plane.scheduling.chip_groups import GROUP_FEWER_CHIPS
 from control_plane.scheduling.core import CONTROL_PLANE_STALLED, SchedulingCore
 from control_plane.scheduling.messages import (
     Accepted,
@@ -29,7 +30,7 @@ from control_plane.scheduling.messages import (
     WakeAt,
 )
 from tests.fakes.fake_chip import next_token
-from tests.fakes.fake_fleet import FakeFleet, FleetShape, VirtualClock
+from tests.fakes.fake_fleet import Ailment, FakeFleet, FleetShape, VirtualClock
 from tests.fakes.fake_intake import FakeIntake
 
 SEEDS_COUNT = 1_000
@@ -73,6 +74,7 @@ class Totals:
     cached: int = 0
     stalls: int = 0
     scored: int = 0
+    fewer_chips: int = 0
 
 
 class Scenario:
@@ -83,6 +85,7 @@ class Scenario:
         self.clock = VirtualClock()
         self.own_clock = StallingClock(self.clock)
         self.stalls_noticed = 0
+        self.fewer_chips = 0
         self.flushed: int | None = None
         self.tiny = random.random() < 0.5
         self.growing = random.random() < 0.4
@@ -108,6 +111,9 @@ class Scenario:
             retractions_before_reservation=random.choice([1, 2, 4]),
             group_deaths_max=random.choice([1, 2]),
             recovery_timeout_s=20.0,
+            fewer_chips=random.random() < 0.9,
+            start_deadline_s=random.choice([0.2, 5.0, 120.0]),
+            formation_deadline_s=random.choice([2.0, 120.0]),
         )
         self.shape = FleetShape(
             group_sizes=sizes,
@@ -117,6 +123,12 @@ class Scenario:
             slots_count=self.config.running_max,
             context_tokens=context_tokens,
             nonfinite_share=0.01 if random.random() < 0.1 else 0.0,
+            rows_max={name: 2 for name in names if random.random() < 0.1},
+            ailments={
+                name: random.choice(list(Ailment))
+                for name in names
+                if len(names) > 1 and random.random() < 0.15
+            },
         )
         self.core = SchedulingCore(self.config)
         self.fleet = FakeFleet(self.clock, random, self.shape, self.receive)
@@ -150,11 +162,13 @@ class Scenario:
                     self.flushed = effect.blocks_freed
                 case Log(event=name):
                     self.stalls_noticed += name == CONTROL_PLANE_STALLED
+                    self.fewer_chips += name == GROUP_FEWER_CHIPS
                 case ServingChanged():
                     pass
                 case Condemn():
                     process = self.fleet.processes[effect.worker_id]
-                    assert not process.responds, f"healthy, but condemned: {effect.reason}"
+                    healthy = process.responds and not process.hung
+                    assert not healthy, f"healthy, but condemned: {effect.reason}"
                     self.fleet.carry_out(effect)
                 case _:
                     self.fleet.carry_out(effect)
@@ -175,9 +189,11 @@ class Scenario:
         horizon_s = self.random.choice([0.01, 0.2, 1.0])
         requests_count = self.random.choice([2, 6, 12])
         bases = [self._ids(self.random.randint(4, 20)) for _ in range(2)]
+        # A group that finds out about a broken chip takes longer to serve.
+        begin_s = self.random.choice([0.15, 2.0, 4.0]) if self.shape.ailments else 0.15
         submitted_count = 0
         while submitted_count < requests_count:
-            when = 0.15 + self.random.uniform(0, horizon_s)
+            when = begin_s + self.random.uniform(0, horizon_s)
             request = self._request(submitted_count, bases, when)
             modulus = 0 if self.growing else self.random.choice([0, 0, 5, 30])
             choices_count = self.random.choice([1, 1, 1, 1, 2, 4])
@@ -186,7 +202,10 @@ class Scenario:
             submitted_count += choices_count
         if self.random.random() < 0.5:
             for _ in range(self.random.randint(1, 4)):
-                self.clock.at(0.1 + self.random.uniform(0, 1.5 * horizon_s), self._disturb)
+                when = begin_s - 0.05 + self.random.uniform(0, 1.5 * horizon_s)
+                self.clock.at(when, self._disturb)
+        if self.shape.ailments and self.random.random() < 0.5:
+            self.clock.at(self.random.uniform(0.1, 10.0), self.shape.ailments.clear)
         if self.random.random() < 0.1:
             self.own_clock.at(0.2, lambda: self.post(FlushCache()))
         if self.random.random() < 0.2:
@@ -253,9 +272,11 @@ class Scenario:
 
     def _disturb(self) -> None:
         name = self.random.choice(list(self.fleet.processes))
-        match self.random.choice(["kill", "kill", "fault", "freeze", "replace", "kill", "forever"]):
+        match self.random.choice(["kill", "die", "fault", "freeze", "replace", "kill", "forever"]):
             case "kill":
                 self.fleet.kill(name)
+            case "die":
+                self.fleet.die(name)
             case "fault":
                 self.fleet.fault(name, self.random.choice([LossKind.PEER, LossKind.DEVICE]))
             case "freeze":
@@ -290,6 +311,7 @@ class Scenario:
             totals.scored += conversation.scored_count > 1 and conversation.ended
         totals.failovers += snapshot.failovers
         totals.stalls += self.stalls_noticed
+        totals.fewer_chips += self.fewer_chips
 
 
 def _choice_of(request: Request, choice: int) -> Request:
@@ -298,6 +320,45 @@ def _choice_of(request: Request, choice: int) -> Request:
         return request
     sampling = replace(request.sampling, choice=choice)
     return replace(request, request_id=f"{request.request_id}/{choice}", sampling=sampling)
+
+
+@pytest.mark.parametrize("ailment", Ailment)
+@pytest.mark.parametrize("seed", range(5))
+def test_of_eight_chips_seven_serve_within_the_deadlines(ailment: Ailment, seed: int) -> None:
+    random, clock = Random(seed), VirtualClock()
+    names = [f"chip{k}" for k in range(8)]
+    broken = random.choice(names)
+    config = SchedulingConfig(group_sizes=(8,), formation_deadline_s=6.0)
+    blocks = dict.fromkeys(names, 64)
+    shape = FleetShape((8,), blocks, {}, 16, 8, 256, restart_s=2.0, ailments={broken: ailment})
+    core = SchedulingCore(config)
+
+    def post(event: Event) -> None:
+        for effect in core.handle(event, clock.now):
+            match effect:
+                case WakeAt():
+                    clock.at(effect.when, lambda: post(Tick()))
+                case Log() | ServingChanged():
+                    pass
+                case _:
+                    fleet.carry_out(effect)
+
+    fleet = FakeFleet(clock, random, shape, post)
+    for name in names:
+        clock.at(random.uniform(0, 2.0), lambda n=name: fleet.start(n))
+    while (group := core.snapshot(clock.now).groups[0]).state != "serving":
+        assert clock.step()
+        assert clock.now < 2.0 + config.formation_deadline_s + shape.hang_patience_s + 3.0
+    assert group.worker_ids == tuple(name for name in names if name != broken)
+    shape.ailments.clear()
+    while clock.now < 20.0:
+        assert clock.step()
+    group = core.snapshot(clock.now).groups[0]
+    assert (group.state, len(group.worker_ids)) == ("serving", 7), "it serves on undisturbed"
+    fleet.kill(group.worker_ids[0])
+    while core.snapshot(clock.now).groups[0].epoch == group.epoch:
+        assert clock.step()
+    assert len(core.snapshot(clock.now).groups[0].worker_ids) == 8
 
 
 def run_seed(seed: int, totals: Totals) -> None:
@@ -320,6 +381,7 @@ def test_no_schedule_loses_or_corrupts_anything(only_seed: int | None, long_run:
     assert totals.cached > SEEDS_COUNT / 10, totals
     assert totals.stalls > SEEDS_COUNT / 20, totals
     assert totals.scored > SEEDS_COUNT / 10, totals
+    assert totals.fewer_chips > SEEDS_COUNT / 10, totals
 
 
 @pytest.mark.parametrize("seed", [1, 2])

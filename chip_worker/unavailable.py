@@ -1,0 +1,104 @@
+"""A worker without a chip: tells the control plane why, so that its group need not wait for it.
+
+opening the chip --fails, or does not come back--> announce: Hello with the reason, Goodbye
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import anyio
+import structlog
+
+from chip_worker.config import WorkerConfig
+from chip_worker.exit_code import ExitCode
+from chip_worker.inbox import Inbox
+from chip_worker.plane_stream import PlaneStream, Refused, StreamEnded
+from chip_worker.wire import Identity
+
+ANNOUNCE_DEADLINE_S = 10.0
+"""A control plane that has not answered by then will learn it from the next process."""
+ANNOUNCE_PAUSE_S = 0.5
+
+UNAVAILABLE = "worker.unavailable"
+UNAVAILABLE_UNTOLD = "worker.unavailable_untold"
+ACQUIRE_HUNG = "worker.acquire_hung"
+
+_log = structlog.get_logger()
+
+
+def announce(config: WorkerConfig, identity: Identity) -> None:
+    """Tells the reason in `identity`; returns when it is acknowledged, or after a while anyway.
+
+    For a thread without an event loop.
+    """
+    _log.error(UNAVAILABLE, worker=config.worker_id, reason=identity.unavailable_reason)
+    asyncio.run(_announce(config, identity))
+
+
+async def _announce(config: WorkerConfig, identity: Identity) -> None:
+    with anyio.move_on_after(ANNOUNCE_DEADLINE_S):
+        while True:
+            try:
+                await _tell(config, identity)
+            except StreamEnded as error:
+                problem = str(error)
+            except Refused as error:
+                _log.error(UNAVAILABLE_UNTOLD, error=str(error))
+                return
+            else:
+                return
+            _log.info(UNAVAILABLE_UNTOLD, error=problem)
+            await anyio.sleep(ANNOUNCE_PAUSE_S)
+    _log.error(UNAVAILABLE_UNTOLD, control_plane=config.control_plane)
+
+
+async def _tell(config: WorkerConfig, identity: Identity) -> None:
+    stream = PlaneStream(config, identity, Inbox(lambda _ended: None))
+    try:
+        await stream.attach(term_highest=0)
+        stream.outbox.put_goodbye(f"its chip is unavailable: {identity.unavailable_reason}")
+        await stream.serve(alive=lambda: None)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await stream.close()
+
+
+class AcquireWatch:
+    """Ends a process whose main thread does not come back from opening its chip; a context manager.
+
+    deadline_s: from entering to leaving. on_hung: called on the watch's thread, with the reason.
+    exit_process: ends the process at once, whatever its other threads do.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float,
+        on_hung: Callable[[str], None],
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._on_hung = on_hung
+        self._exit_process = exit_process
+        self._watched = threading.get_ident()
+        self._timer = threading.Timer(deadline_s, self._give_up)
+        self._timer.daemon = True
+
+    def __enter__(self) -> "AcquireWatch":
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _give_up(self) -> None:
+        frame = sys._current_frames().get(self._watched)  # noqa: SLF001 - documented, no other way
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        _log.critical(ACQUIRE_HUNG, deadline_s=self._deadline_s, stack=stack)
+        try:
+            self._on_hung(f"the chip could not be opened within {self._deadline_s:g} s")
+        finally:
+            self._exit_process(ExitCode.BACKEND_FAILED)

@@ -1,0 +1,166 @@
+"""Telling the control plane of a chip that cannot be used, and the watch over its opening."""
+
+import threading
+import time
+from contextlib import nullcontext
+
+import grpc
+import pytest
+
+from backends.cpu.plugin import CpuBackend
+from backends.errors import BackendUnavailable, DeviceError
+from backends.plugin import BackendConfig
+from chip_worker import unavailable, worker
+from chip_worker.backend_debug import DebuggedBackend
+from chip_worker.config import WorkerConfig
+from chip_worker.connection import Connection
+from chip_worker.errors import ModelError
+from chip_worker.exit_code import ExitCode
+from chip_worker.status_file import StatusFile
+from chip_worker.unavailable import AcquireWatch, announce
+from chip_worker.wire import Identity
+from tests.fakes.scripted_control_plane import ScriptedControlPlane
+
+IDENTITY = Identity(
+    worker_id="chip0",
+    incarnation=77,
+    pid=4711,
+    backend="cpu",
+    chip_index=0,
+    chip_description="",
+    memory_bytes=0,
+    dtype="",
+    batch_invariant=False,
+    can_abort=False,
+    block_tokens_multiple=1,
+    model_name="",
+    architecture="",
+    model_digest="",
+    context_tokens=0,
+    vocabulary_size=0,
+    unavailable_reason="burnt",
+)
+
+
+def config(port: int) -> WorkerConfig:
+    return WorkerConfig("chip0", f"127.0.0.1:{port}", "m", join_token="secret")
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setattr(unavailable, "ANNOUNCE_DEADLINE_S", 1.0)
+    monkeypatch.setattr(unavailable, "ANNOUNCE_PAUSE_S", 0.05)
+
+
+def test_the_reason_is_told_and_acknowledged():
+    with ScriptedControlPlane() as plane:
+        announce(config(plane.port), IDENTITY)
+        stream = plane.next_stream(timeout_s=0.1)
+        assert stream.hello.unavailable_reason == "burnt"
+        assert stream.hello.join_token == "secret"
+        assert "burnt" in stream.read().goodbye.reason
+        assert stream.read() is None
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_control_plane_that_is_not_ready_is_asked_again():
+    with ScriptedControlPlane() as plane:
+        plane.refuse_with = (grpc.StatusCode.UNAVAILABLE, "not yet")
+        told = threading.Thread(target=announce, args=(config(plane.port), IDENTITY))
+        told.start()
+        while not plane.hellos:
+            time.sleep(0.01)
+        plane.refuse_with = None
+        told.join(5)
+        assert plane.next_stream(timeout_s=0.1).read().HasField("goodbye")
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED])
+def test_it_ends_although_nobody_takes_the_reason(status):
+    began_at = time.monotonic()
+    with ScriptedControlPlane() as plane:
+        plane.refuse_with = (status, "no")
+        announce(config(plane.port), IDENTITY)
+    assert time.monotonic() - began_at < 4.0
+
+
+def test_a_chip_that_does_not_open_in_time_ends_the_process_with_the_reason():
+    reasons, exits, ended = [], [], threading.Event()
+
+    def exit_process(code):
+        exits.append(code)
+        ended.set()
+
+    with AcquireWatch(0.05, reasons.append, exit_process):
+        assert ended.wait(5)
+    assert exits == [ExitCode.BACKEND_FAILED]
+    assert reasons == ["the chip could not be opened within 0.05 s"]
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_the_last_calls_are_logged_before_a_chip_is_given_up(monkeypatch, tmp_path, hangs):
+    events, ended = [], threading.Event()
+    debugged = DebuggedBackend(runtime=None, on_fault=lambda: events.append("last calls"))
+
+    class Session:
+        def __init__(self, *_arguments, **_named):
+            if not hangs:
+                raise DeviceError("burnt")
+            assert ended.wait(5)
+
+    def watch(_deadline_s, on_hung):
+        return AcquireWatch(0.05 if hangs else 60.0, on_hung, lambda _code: ended.set())
+
+    monkeypatch.setattr(worker, "ShardLoader", lambda _path: None)
+    monkeypatch.setattr(worker, "open_runtime", lambda *_arguments: None)
+    monkeypatch.setattr(worker, "with_debug", lambda *_arguments: debugged)
+    monkeypatch.setattr(worker, "Session", Session)
+    monkeypatch.setattr(worker, "AcquireWatch", watch)
+    monkeypatch.setattr(worker, "announce", lambda *_arguments: events.append("announced"))
+    settings = WorkerConfig("chip0", "", "m", status_file=str(tmp_path / "status"))
+    status = StatusFile(settings.status_file, "chip0", 77, time.time)
+    with nullcontext() if hangs else pytest.raises(DeviceError, match="burnt"):
+        worker._open_session(settings, None, None, Connection(settings, status), status, 77)
+    assert events == ["last calls", "announced"]
+
+
+def test_a_chip_that_opens_in_time_is_left_alone():
+    exits = []
+    with AcquireWatch(0.2, exits.append, exits.append):
+        pass
+    time.sleep(0.3)
+    assert exits == []
+
+
+@pytest.mark.parametrize("error", [ModelError("no such file"), KeyError("odd")])
+def test_a_checkpoint_that_cannot_be_opened_is_not_blamed_on_the_chip(monkeypatch, error):
+    def fail(_path):
+        raise error
+
+    told = []
+    monkeypatch.setattr(worker, "announce", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(worker, "ShardLoader", fail)
+    with pytest.raises(type(error)):
+        worker.serve(config(1), CpuBackend(), BackendConfig(chip_indices=(0,)), "")
+    assert not told
+
+
+def test_a_checkpoint_may_take_longer_than_the_chip(monkeypatch):
+    """Opening the chip fails here at once, and only that is told."""
+    told, exits = [], []
+
+    def watch(_deadline_s, tell):
+        return AcquireWatch(0.2, tell, exits.append)
+
+    def fail(*_arguments):
+        raise ImportError("no libvendor.so.7")
+
+    monkeypatch.setattr(worker, "announce", lambda _config, identity: told.append(identity))
+    monkeypatch.setattr(worker, "ShardLoader", lambda _path: time.sleep(0.5))
+    monkeypatch.setattr(worker, "AcquireWatch", watch)
+    monkeypatch.setattr(worker, "open_runtime", fail)
+    with pytest.raises(BackendUnavailable, match=r"no libvendor\.so\.7"):
+        worker.serve(config(1), CpuBackend(), BackendConfig(chip_indices=(0,)), "")
+    assert [identity.unavailable_reason for identity in told] == ["ImportError: no libvendor.so.7"]
+    assert exits == []
