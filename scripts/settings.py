@@ -1,11 +1,27 @@
 """Settings of `polychip serve` and the commands they make of the two kinds of process."""
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from chip_worker.config import ACQUIRE_DEADLINE_S
 from control_plane.config import ControlPlaneConfig
 from control_plane.settings import SETTINGS
+
+
+@dataclass(frozen=True)
+class ChipPlace:
+    """Where a chip stands.
+
+    index: its number over all groups, which names its worker. group: number of its group.
+    local_index: its position among the chips of its backend, and in the list of their devices.
+    """
+
+    index: int
+    group: int
+    backend: str
+    local_index: int
 
 
 @dataclass(frozen=True)
@@ -14,7 +30,9 @@ class ServeSettings:
 
     control_plane: without the secrets, which the process reads from the files itself. dtype "auto":
     the worker decides. kv_blocks: one number for all chips, or one a chip; empty means what memory
-    allows.
+    allows. backend: of the groups that name none. group_backends: one a group; empty means
+    `backend` for all. devices: ids by backend, one a chip; a backend that is missing takes its
+    first chips. backend_options: NAME=VALUE texts by backend. debug_backend: None: no records.
     """
 
     control_plane: ControlPlaneConfig
@@ -24,6 +42,12 @@ class ServeSettings:
     join_token_file: Path | None
     api_key_file: Path | None
     log_level: str
+    group_backends: tuple[str, ...] = ()
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    backend_options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    acquire_deadline_s: float = ACQUIRE_DEADLINE_S
+    debug_backend: str | None = None
+    debug_backend_calls: int = 256
 
     @property
     def host(self) -> str:
@@ -39,6 +63,33 @@ class ServeSettings:
     def chips_count(self) -> int:
         """Chips of all groups together: so many workers are started."""
         return sum(self.group_sizes)
+
+    @property
+    def backend_of_group(self) -> tuple[str, ...]:
+        """The backend of each group."""
+        return self.group_backends or (self.backend,) * len(self.group_sizes)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Every backend that serves, once, in the order of the groups."""
+        return tuple(dict.fromkeys(self.backend_of_group))
+
+    def chips_of(self, backend: str) -> int:
+        """Chips of one backend, over all groups."""
+        sizes = zip(self.backend_of_group, self.group_sizes, strict=True)
+        return sum(size for name, size in sizes if name == backend)
+
+    def chip_places(self) -> tuple[ChipPlace, ...]:
+        """Every chip, in the order of their numbers."""
+        counts: dict[str, int] = {}
+        places: list[ChipPlace] = []
+        pairs = zip(self.backend_of_group, self.group_sizes, strict=True)
+        for group, (backend, size) in enumerate(pairs):
+            for _ in range(size):
+                local_index = counts.get(backend, 0)
+                counts[backend] = local_index + 1
+                places.append(ChipPlace(len(places), group, backend, local_index))
+        return tuple(places)
 
 
 def dialled(host: str) -> str:
@@ -69,12 +120,21 @@ def worker_command(settings: ServeSettings, chip_index: int, worker_port: int) -
     """Arguments that start the worker of one chip, given the port the control plane listens on."""
     command = [sys.executable, "-m", "chip_worker"]
     command += ["--worker-id", worker_id(chip_index)]
-    control_plane = settings.control_plane
+    control_plane, chip = settings.control_plane, settings.chip_places()[chip_index]
     command += ["--control-plane", f"{dialled(control_plane.worker_host)}:{worker_port}"]
     command += ["--model", control_plane.model_path, "--model-name", control_plane.model_name]
-    command += ["--backend", settings.backend, "--dtype", settings.dtype]
-    command += ["--chip", str(chip_index), "--chips-on-host", str(settings.chips_count)]
+    command += ["--backend", chip.backend, "--dtype", settings.dtype]
+    command += ["--chip", str(chip.local_index)]
+    command += ["--chips-on-host", str(settings.chips_of(chip.backend))]
+    if devices := settings.devices.get(chip.backend):
+        command += ["--devices", ",".join(devices)]
+    for option in settings.backend_options.get(chip.backend, ()):
+        command += ["--backend-option", option]
+    command += ["--acquire-deadline", str(settings.acquire_deadline_s)]
     command += ["--log-level", settings.log_level, "--exit-with-parent"]
+    if settings.debug_backend is not None:
+        command += ["--debug-backend", settings.debug_backend]
+        command += ["--debug-backend-calls", str(settings.debug_backend_calls)]
     command += _file("--join-token-file", settings.join_token_file)
     if settings.kv_blocks:
         own_index = min(chip_index, len(settings.kv_blocks) - 1)

@@ -7,7 +7,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("polychip")
     group.addoption("--long", action="store_true", help="run the tests at full size")
     group.addoption("--seed", type=int, help="run randomized tests with this seed only")
-    group.addoption("--backend", default="cpu", help="backend of tests that drive one")
+    group.addoption(
+        "--backend", default="cpu", help="backend of tests that drive one, also NAME:VARIANT"
+    )
+    group.addoption(
+        "--backend-option",
+        dest="backend_options",
+        action="append",
+        default=[],
+        help="NAME=VALUE for that backend",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "covers(*operations, dtype=...): what a test of a backend is a case of"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,3 +51,10 @@ def only_seed(request: pytest.FixtureRequest) -> int | None:
 def backend_name(request: pytest.FixtureRequest) -> str:
     """Name of the backend to drive."""
     return str(request.config.getoption("--backend"))
+
+
+@pytest.fixture(scope="session")
+def backend_options(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What that backend is told on the command line."""
+    texts = request.config.getoption("backend_options")
+    return dict(text.split("=", 1) for text in texts)

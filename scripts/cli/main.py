@@ -14,6 +14,8 @@ COMMANDS = {
     "chat": "scripts.cli.chat:chat",
     "status": "scripts.cli.status:status",
     "cache": "scripts.cli.cache:cache",
+    "doctor": "scripts.cli.doctor:doctor",
+    "bench": "scripts.cli.bench:bench",
     "control-plane": "scripts.cli.processes:control_plane",
     "worker": "scripts.cli.processes:worker",
 }

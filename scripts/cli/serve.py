@@ -13,13 +13,18 @@ from pathlib import Path
 import anyio
 import click
 
-from backends.errors import BackendError
-from backends.plugin import find_backend
 from control_plane.errors import ConfigurationError
 from control_plane.intake.model_files import ModelFiles
 from control_plane.processors import tokenizer_threads_default
 from control_plane.settings import SETTINGS, config_of, read_api_keys, read_join_token
+from scripts.cli.chip_options import (
+    ChipGroup,
+    device_lists,
+    devices_by_backend,
+    options_by_backend,
+)
 from scripts.cli.serve_options import serve_options
+from scripts.cli.serving_chips import chip_table, look_at_chips, settle_backends
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
 from scripts.topology import default_model_path, numa_nodes_count
@@ -36,10 +41,10 @@ def serve(announce: Path | None, **values: object) -> None:
     running requests finish; a second one ends at once.
     """
     started = time.monotonic()
-    settings = settings_of(values)
-    check_backend(settings.backend)
+    settings, tried = settle_backends(settings_of(values))
+    chips = look_at_chips(settings)
     click.echo(f"Polychip {version('polychip')}")
-    for line in settings_lines(settings):
+    for line in (*tried, *settings_lines(settings), "", *chip_table(settings, chips), ""):
         click.echo(line)
 
     def report(line: str) -> None:
@@ -60,14 +65,13 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
     Raises UsageError naming the options that do not fit together.
     """
     values = dict(values)
-    chips = values.pop("chips")
-    if chips is not None and values["group_sizes"] is not None:
-        raise click.UsageError(
-            "--chips and --groups exclude each other: --chips N is N groups of 1"
-        )
-    if values["group_sizes"] is None:
-        assert chips is None or isinstance(chips, int)
-        values["group_sizes"] = (1,) * (chips or numa_nodes_count())
+    values |= _chip_values(
+        values.pop("chips"),
+        values.pop("groups"),
+        values.pop("devices"),
+        values.pop("backend_options"),
+        str(values["backend"]),
+    )
     values["kv_blocks"] = values["kv_blocks"] or ()
     values["model_path"] = str(values["model_path"] or _packaged_model())
     values["tokenizer_threads"] = values["tokenizer_threads"] or tokenizer_threads_default()
@@ -86,6 +90,37 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
     return settings
 
 
+def _chip_values(
+    chips: object, groups: object, devices: object, options: object, backend: str
+) -> dict[str, object]:
+    """What the options about chips come to; a list of devices says how many, if nothing else does.
+
+    As click has them: a number, ChipGroups, a text (None: not given), and texts.
+    """
+    if chips is not None and groups is not None:
+        raise click.UsageError(
+            "--chips and --groups exclude each other: --chips N is N groups of 1"
+        )
+    assert groups is None or isinstance(groups, tuple)
+    assert isinstance(options, tuple)
+    lists = {} if devices is None else device_lists(str(devices))
+    if groups is None and chips is None and lists:
+        groups = tuple(ChipGroup(1, name or None) for name, ids in lists.items() for _ in ids)
+    elif groups is None:
+        assert chips is None or isinstance(chips, int)
+        groups = (ChipGroup(1),) * (chips or numa_nodes_count())
+    counts: dict[str, int] = {}
+    for group in groups:
+        name = group.backend or backend
+        counts[name] = counts.get(name, 0) + group.size
+    return {
+        "group_sizes": tuple(group.size for group in groups),
+        "group_backends": tuple(group.backend or backend for group in groups),
+        "devices": devices_by_backend(lists, counts),
+        "backend_options": options_by_backend(options, list(counts)),
+    }
+
+
 def settings_lines(settings: ServeSettings) -> list[str]:
     """Every setting under the name of its option, one a line.
 
@@ -93,10 +128,14 @@ def settings_lines(settings: ServeSettings) -> list[str]:
     """
     config = settings.control_plane
     table = {setting.field: setting for setting in SETTINGS}
-    shown = {}
+    chips = _chip_texts(settings)
+    shown: dict[str, str] = {}
     for option in serve.params:
         name = option.name or ""
-        if name in table:
+        value: object
+        if name in chips:
+            value = chips[name]
+        elif name in table:
             value = table[name].of(config)
         elif name == "model_path":
             value = config.model_path
@@ -111,6 +150,24 @@ def settings_lines(settings: ServeSettings) -> list[str]:
         raise click.UsageError(str(error)) from error
     width = max(len(name) for name in shown)
     return [f"  {name:<{width}}  {text}" for name, text in shown.items()]
+
+
+def _chip_texts(settings: ServeSettings) -> dict[str, str]:
+    """What concerns chips and backends as it may be typed, by the options' names."""
+    one = settings.backends == (settings.backend,)
+    groups = zip(settings.backend_of_group, settings.group_sizes, strict=True)
+    devices = settings.devices.items()
+    options = settings.backend_options.items()
+    return {
+        "groups": ",".join(f"{size}" if one else f"{name}:{size}" for name, size in groups),
+        "devices": ";".join(f"{'' if one else name + '='}{','.join(ids)}" for name, ids in devices)
+        or "all",
+        "backend_options": " ".join(
+            f"{'' if one else name + '.'}{text}" for name, texts in options for text in texts
+        )
+        or "none",
+        "debug_backend": settings.debug_backend or "none",
+    }
 
 
 def _texts_from_files(settings: ServeSettings) -> dict[str, str]:
@@ -128,14 +185,6 @@ def _texts_from_files(settings: ServeSettings) -> dict[str, str]:
         if asked > allowed:
             texts["context"] = f"{allowed} (all the model allows; {asked} asked for)"
     return texts
-
-
-def check_backend(name: str) -> None:
-    """Refuses an unknown or broken backend before anything is started."""
-    try:
-        find_backend(name)
-    except (BackendError, ImportError) as error:
-        raise click.UsageError(f"--backend: {error}") from error
 
 
 def invitation(host: str, addresses: Addresses, api_key_file: Path | None = None) -> list[str]:

@@ -6,7 +6,9 @@ from typing import TypeVar
 
 import click
 
+from chip_worker.config import ACQUIRE_DEADLINE_S
 from control_plane import settings
+from scripts.cli.chip_options import chip_groups
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -39,20 +41,48 @@ MODEL_OPTIONS = (
 )
 
 CHIP_OPTIONS = (
-    click.option("--backend", default="cpu", envvar="POLYCHIP_BACKEND", help="Make of the chips."),
+    click.option(
+        "--backend",
+        default="cpu",
+        envvar="POLYCHIP_BACKEND",
+        show_envvar=True,
+        help="Make of the chips: NAME, NAME:VARIANT, or auto for the first that can serve here.",
+    ),
+    click.option(
+        "--backend-option",
+        "backend_options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        show_default="none",
+        help="Setting of the backends, once each; BACKEND.NAME=VALUE for one of several.",
+    ),
     click.option(
         "--chips",
         type=COUNT,
-        show_default="one per NUMA node",
+        show_default="as many as --devices names, else one per NUMA node",
         help="Number of chips, each a group of its own.",
     ),
     click.option(
         "--groups",
-        "group_sizes",
-        type=numbers,
+        type=chip_groups,
         metavar="N,N,...",
         show_default="as --chips says",
-        help="Chips of each group, such as 2,1; the chips of a group share one copy of the model.",
+        help="Chips of each group, such as 2,1, of other makes as cpu:2,sim:ideal:1; the chips of "
+        "a group share one copy of the model.",
+    ),
+    click.option(
+        "--devices",
+        metavar="ID,ID,...",
+        show_default="the first ones",
+        help="Ids or names of the chips to take, in their order; with several makes "
+        "'cpu=0,1;sim=5'.",
+    ),
+    click.option(
+        "--acquire-deadline",
+        "acquire_deadline_s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=ACQUIRE_DEADLINE_S,
+        help="Seconds that opening a chip may take.",
     ),
     click.option(
         "--kv-blocks",
@@ -74,6 +104,20 @@ NETWORK_OPTIONS = (
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="warning",
         help="Least severity that is logged, to standard error.",
+    ),
+    click.option(
+        "--debug-backend",
+        is_flag=False,
+        flag_value="*",
+        metavar="[PATTERN]",
+        help="Workers log each call of a backend primitive, or of those a pattern such as "
+        "'kernels.*' selects.",
+    ),
+    click.option(
+        "--debug-backend-calls",
+        type=COUNT,
+        default=256,
+        help="Calls of primitives a worker keeps and logs at a fault, with --debug-backend.",
     ),
 )
 

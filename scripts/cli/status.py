@@ -33,6 +33,8 @@ def status(host: str, http_port: int, grpc_port: int, api_key: str | None, as_js
         _block_table(groups),
     ):
         console.print(table)
+    for line in _unavailable(_rows(answer["workers"])):
+        console.print(line, markup=False)
     requests = answer["requests"]
     assert isinstance(requests, dict)
     console.print(f"Requests: {requests['running']} running, {requests['waiting']} waiting.")
@@ -59,9 +61,24 @@ def _worker_table(workers: Sequence[Row]) -> Table:
         "Workers", ("Worker", "Process", "State", "Group", "Device"), numbers=("Blocks",)
     )
     for worker in workers:
-        columns = ("id", "pid", "state", "group", "device", "blocks")
-        table.add_row(*(str(worker[column]) for column in columns))
+        facts = [str(worker[column]) for column in ("id", "pid", "state", "group")]
+        table.add_row(*facts, _device(worker), str(worker["blocks"]))
     return table
+
+
+def _device(worker: Row) -> str:
+    """Its place among the chips of its make, the vendor's id where it has one, and what it is."""
+    index, device_id = worker.get("chip_index", 0), worker.get("device_id")
+    return f"{index} = {device_id}: {worker['device']}" if device_id else str(worker["device"])
+
+
+def _unavailable(workers: Sequence[Row]) -> list[str]:
+    """A line for each worker whose chip cannot be used."""
+    return [
+        f"{worker['id']} is unavailable: {worker['reason']}"
+        for worker in workers
+        if worker.get("reason")
+    ]
 
 
 def _group_table(groups: Sequence[Row]) -> Table:

@@ -1,12 +1,13 @@
 """One rank of a communicator test, as a process; prints one JSON record.
 
-    communicator_rank.py BACKEND SCENARIO RANK WORLD_SIZE FOLDER
+    communicator_rank.py BACKEND OPTIONS SCENARIO RANK WORLD_SIZE FOLDER
 
 The meeting point's address travels through a file in the folder, as it would through the control
 plane.
 """
 
 import json
+import statistics
 import sys
 import time
 import zlib
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from backends.errors import CommunicatorError
+from backends.fusion import FusedCommunicator
 from backends.interface import BackendConfig, GroupPlace, open_runtime
 from backends.plugin import find_backend
 
@@ -23,11 +25,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def main():
-    backend_name, scenario, rank, world_size, folder = sys.argv[1:]
+    backend_name, options, scenario, rank, world_size, folder = sys.argv[1:]
+    step_deadline_s = 1.0 if scenario == "impatient" else 30.0
     place = GroupPlace(
-        int(rank), int(world_size), "group0/epoch1", join_deadline_s=30.0, step_deadline_s=30.0
+        int(rank),
+        int(world_size),
+        "group0/epoch1",
+        join_deadline_s=30.0,
+        step_deadline_s=step_deadline_s,
     )
-    config = BackendConfig(chip_indices=(place.rank,), chips_on_host=place.world_size)
+    config = BackendConfig(
+        chip_indices=(place.rank,), chips_on_host=place.world_size, options=json.loads(options)
+    )
     backend = find_backend(backend_name)
     backend.on_init(config)
     runtime = open_runtime(backend, config)
@@ -96,22 +105,35 @@ def check_moves(communicator, device, everyone):
         tensor = device.to_chip(everyone[rank])
         communicator.broadcast(tensor, root).wait()
         assert torch.equal(device.to_host(tensor), everyone[root])
+    check_messages(communicator, device, everyone)
+
+
+def check_messages(communicator, device, everyone):
+    """Two messages round the ring; even ranks send first: a send may last until it is received."""
+    rank, world_size = communicator.rank, communicator.world_size
     to_right, to_left = (rank + 1) % world_size, (rank - 1) % world_size
     received = [device.allocate(everyone.shape[1:], everyone.dtype) for _ in range(2)]
-    mine = device.to_chip(everyone[rank])
-    # All send before any receives, and twice, so that the order of messages is told apart.
-    works = [communicator.send(mine, to_right), communicator.send(mine + 1, to_right)]
-    works += [communicator.receive(tensor, to_left) for tensor in received]
-    for work in works:
-        work.wait(timeout_s=20.0)
-        assert work.done()
-        assert work.exception() is None
+
+    def send():
+        for offset in range(2):
+            mine = device.to_chip(everyone[rank] + offset)
+            communicator.send(mine, to_right).wait(timeout_s=20.0)
+
+    def receive():
+        for tensor in received:
+            work = communicator.receive(tensor, to_left)
+            work.wait(timeout_s=20.0)
+            assert work.done()
+            assert work.exception() is None
+
+    for step in (send, receive) if rank % 2 == 0 else (receive, send):
+        step()
     for offset, tensor in enumerate(received):
         assert torch.equal(device.to_host(tensor), everyone[to_left] + offset)
 
 
 def endless(communicator, device):
-    """Sums until it fails; the test kills a rank."""
+    """Sums until it fails; the test kills or stops a rank."""
     tensor = device.to_chip(torch.zeros(64, 576))
     step = 0
     while True:
@@ -127,7 +149,40 @@ def endless(communicator, device):
             sys.stdout.flush()
 
 
-SCENARIOS = {"operations": operations, "endless": endless}
+def fusing(communicator, device):
+    """Seconds of eight messages of 2 KB, each waited for, and of the same in one group."""
+    fused = FusedCommunicator(communicator, device)
+    tensors = [device.to_chip(torch.zeros(512)) for _ in range(8)]
+
+    def apart():
+        for tensor in tensors:
+            communicator.all_reduce(tensor).wait_stream()
+
+    def together():
+        with fused.group():
+            works = [fused.all_reduce(tensor) for tensor in tensors]
+        for work in works:
+            work.wait_stream()
+
+    seconds = {apart: [], together: []}
+    for run in range(6):
+        for measured, kept in seconds.items():
+            started = time.perf_counter()
+            for _ in range(300):
+                measured()
+            # The first run pays for what is set up on demand.
+            if run > 0:
+                kept.append((time.perf_counter() - started) / 300)
+    return {function.__name__: statistics.median(kept) for function, kept in seconds.items()}
+
+
+SCENARIOS = {
+    "operations": operations,
+    "endless": endless,
+    "impatient": endless,
+    "fusing": fusing,
+}
+"""impatient: with a short deadline for each operation."""
 
 if __name__ == "__main__":
     main()

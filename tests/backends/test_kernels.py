@@ -1,19 +1,22 @@
 """Every operation of a backend against the reference, by the same cases for every backend."""
 
-import itertools
-
 import pytest
 import torch
 
 from backends.errors import UnsupportedOperation
-from backends.interface import BatchRows, KVSpec, Requirement
+from backends.interface import KVSpec, Requirement
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 from kernels.spec import OPERATIONS
+from tests.backends.kernel_calls import PLACEMENTS
+from tests.backends.mirrored_pool import MirroredPool, shuffled_rows
 
-DTYPES = (torch.float32, torch.bfloat16)
-ROWS = (1, 2, 7, 32, 129)
+ROWS = (0, 1, 2, 7, 32, 129, 1024)
 # Twice the rounding of one operand, over sums of some hundred terms.
-TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-2, 2e-2)}
+TOLERANCES = {
+    torch.float32: (2e-5, 2e-5),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (2e-2, 2e-2),
+}
 REFERENCE = {found.operation: found.function for found in REFERENCE_IMPLEMENTATIONS}
 
 
@@ -22,32 +25,10 @@ def generator():
     return torch.Generator().manual_seed(7)
 
 
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request, backend):
-    name = str(request.param).removeprefix("torch.")
-    if name not in backend.capabilities.dtypes:
-        pytest.skip(f"the backend does not compute in {name}")
-    return request.param
-
-
-@pytest.fixture
-def call(runtime, device, dtype):
-    """Calls the backend's choice for an operation with host tensors; the result is on the host."""
-
-    def run(operation, *arguments):
-        name = str(dtype).removeprefix("torch.")
-        requirement = Requirement(dtype=name, layout="paged", rows=1 << 10)
-        function = runtime.bind_kernels({operation: requirement}).function(operation)
-        placed = [device.to_chip(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        return _to_host(device, function(*placed))
-
-    return run
-
-
-def _to_host(device, result):
-    if isinstance(result, tuple):
-        return tuple(_to_host(device, part) for part in result)
-    return result if result is None else device.to_host(result)
+@pytest.fixture(params=["dense", *PLACEMENTS])
+def placement(request):
+    """How the operand lies on the chip."""
+    return None if request.param == "dense" else request.param
 
 
 def check_close(actual, expected, dtype):
@@ -56,63 +37,134 @@ def check_close(actual, expected, dtype):
     torch.testing.assert_close(actual, expected, rtol=relative, atol=absolute)
 
 
+@pytest.fixture
+def check(call, dtype):
+    """Calls backend and reference with the same arguments and compares all they return."""
+
+    def run(operation, *arguments, result_dtypes=(), placement=None):
+        actual = call(operation, *arguments, dtype=dtype, placement=placement)
+        expected = REFERENCE[operation](*arguments)
+        parts = [actual, expected]
+        if not isinstance(expected, tuple):
+            parts = [(part,) for part in parts]
+        for index, (found, wanted) in enumerate(zip(*parts, strict=True)):
+            check_close(found, wanted, (*result_dtypes, dtype, dtype)[index])
+        return actual
+
+    return run
+
+
+def random(generator, dtype, *shape):
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def angles(generator, positions, half):
+    each = torch.arange(positions)[:, None] * torch.rand(half, generator=generator)
+    return torch.cat([each.cos(), each.sin()], dim=-1)
+
+
+# ---------------------------------------------------------------- many rows, odd widths
+
+
+@pytest.mark.covers("rms_norm", "add_rms_norm")
+@pytest.mark.parametrize("width", [1, 64, 577])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rms_norms(call, generator, dtype, rows):
-    x, residual = (torch.randn(rows, 577, generator=generator).to(dtype) for _ in range(2))
-    weight = torch.randn(577, generator=generator).to(dtype)
-    check_close(call("rms_norm", x, weight, 1e-5), REFERENCE["rms_norm"](x, weight, 1e-5), dtype)
+def test_rms_norms(check, generator, dtype, rows, width):
+    x, residual = (random(generator, dtype, rows, width) for _ in range(2))
+    weight = random(generator, dtype, width)
+    check("rms_norm", x, weight, 1e-5)
     for earlier in (residual, residual.float() * 1.001):
-        normed, total = call("add_rms_norm", x, earlier, weight, 1e-5)
-        expected_normed, expected_total = REFERENCE["add_rms_norm"](x, earlier, weight, 1e-5)
-        check_close(normed, expected_normed, dtype)
-        check_close(total, expected_total, torch.float32)
+        check("add_rms_norm", x, earlier, weight, 1e-5, result_dtypes=(dtype, torch.float32))
 
 
-@pytest.mark.parametrize("rows", ROWS)
-def test_logits_are_not_rounded(call, generator, dtype, rows):
-    hidden = torch.randn(rows, 96, generator=generator).to(dtype)
-    weight = torch.randn(5000, 96, generator=generator).to(dtype)
+@pytest.mark.covers("logits")
+@pytest.mark.parametrize("rows", ROWS[:-1])
+def test_logits_are_not_rounded(check, generator, dtype, rows):
+    hidden, weight = random(generator, dtype, rows, 96), random(generator, dtype, 5000, 96)
     # The operands are exact in both dtypes' float32 form, so only the sum's order may differ.
-    check_close(call("logits", hidden, weight), REFERENCE["logits"](hidden, weight), torch.float32)
+    check("logits", hidden, weight, result_dtypes=(torch.float32,))
 
 
+@pytest.mark.covers("linear")
+@pytest.mark.parametrize(("width", "outputs"), [(96, 131), (33, 7), (128, 64), (1, 1)])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear(call, generator, dtype, rows, biased):
-    x = torch.randn(rows, 96, generator=generator).to(dtype)
-    weight = torch.randn(131, 96, generator=generator).to(dtype) / 10
-    bias = torch.randn(131, generator=generator).to(dtype) if biased else None
-    check_close(
-        call("linear", x, weight, bias, None), REFERENCE["linear"](x, weight, bias, None), dtype
-    )
+def test_linear(check, generator, dtype, rows, width, outputs, biased):
+    weight = random(generator, dtype, outputs, width) / 10
+    bias = random(generator, dtype, outputs) if biased else None
+    check("linear", random(generator, dtype, rows, width), weight, bias, None)
 
 
+@pytest.mark.covers("rotary")
+@pytest.mark.parametrize(("heads", "head_size"), [(5, 64), (1, 2), (3, 20)])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rotary(call, generator, dtype, rows):
-    x = torch.randn(rows, 5, 64, generator=generator).to(dtype)
+def test_rotary(check, generator, dtype, rows, heads, head_size):
+    x = random(generator, dtype, rows, heads, head_size)
     positions = torch.randint(0, 200, (rows,), generator=generator)
-    angles = torch.arange(200)[:, None] * torch.rand(32, generator=generator)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    check_close(
-        call("rotary", x, positions, cos_sin), REFERENCE["rotary"](x, positions, cos_sin), dtype
-    )
+    check("rotary", x, positions, angles(generator, 200, head_size // 2))
 
 
+@pytest.mark.covers("silu_mul")
+@pytest.mark.parametrize("width", [1, 64, 97])
 @pytest.mark.parametrize("rows", ROWS)
-def test_silu_mul(call, generator, dtype, rows):
-    gate_up = torch.randn(rows, 2 * 97, generator=generator).to(dtype) * 3
-    check_close(call("silu_mul", gate_up), REFERENCE["silu_mul"](gate_up), dtype)
+def test_silu_mul(check, generator, dtype, rows, width):
+    check("silu_mul", random(generator, dtype, rows, 2 * width) * 3)
 
 
+@pytest.mark.covers("embedding")
 @pytest.mark.parametrize("first_row", [0, 40])
 @pytest.mark.parametrize("rows", ROWS)
 def test_embedding_gives_zeros_for_rows_of_other_chips(call, generator, dtype, rows, first_row):
-    weight = torch.randn(50, 33, generator=generator).to(dtype)
+    weight = random(generator, dtype, 50, 33)
     ids = torch.randint(0, 100, (rows,), generator=generator)
-    actual = call("embedding", ids, weight, first_row)
+    actual = call("embedding", ids, weight, first_row, dtype=dtype)
     assert torch.equal(actual, REFERENCE["embedding"](ids, weight, first_row))
     foreign = (ids < first_row) | (ids >= first_row + 50)
     assert not actual[foreign].any()
+
+
+# ---------------------------------------------------------------- operands that are views
+
+
+@pytest.mark.covers("rms_norm", "add_rms_norm")
+@pytest.mark.parametrize("width", [64, 61])
+def test_norms_of_views(check, generator, dtype, placement, width):
+    x, residual = (random(generator, dtype, 7, width) for _ in range(2))
+    weight = random(generator, dtype, width)
+    check("rms_norm", x, weight, 1e-5, placement=placement)
+    check(
+        *("add_rms_norm", x, residual.float(), weight, 1e-5),
+        result_dtypes=(dtype, torch.float32),
+        placement=placement,
+    )
+
+
+@pytest.mark.covers("linear", "logits")
+def test_products_of_views(check, generator, dtype, placement):
+    x, weight = random(generator, dtype, 7, 48), random(generator, dtype, 33, 48)
+    check("linear", x, weight, None, None, placement=placement)
+    check("logits", x, weight, result_dtypes=(torch.float32,), placement=placement)
+
+
+@pytest.mark.covers("rotary", "silu_mul")
+def test_rotation_and_gate_of_views(check, generator, dtype, placement):
+    positions = torch.tensor([5, 0, 9, 9, 1, 3, 7])
+    x = random(generator, dtype, 7, 3, 16)
+    check("rotary", x, positions, angles(generator, 10, 8), placement=placement)
+    check("silu_mul", random(generator, dtype, 7, 2 * 24), placement=placement)
+
+
+@pytest.mark.covers("embedding")
+def test_embedding_by_a_view_of_ids(runtime, device, generator, dtype):
+    """Sampled rows are picked out of a longer list."""
+    weight, ids = random(generator, dtype, 50, 32), torch.arange(40)
+    name = str(dtype).removeprefix("torch.")
+    table = runtime.bind_kernels({"embedding": Requirement(name, rows=20, last_dimension=32)})
+    found = table.dispatch("embedding", device.to_chip(ids)[1::2], device.to_chip(weight), 0)
+    assert torch.equal(device.to_host(found), weight[1:40:2])
+
+
+# ---------------------------------------------------------------- attention over blocks
 
 
 # (tokens in context, tokens of the step) for each row.
@@ -125,80 +177,108 @@ BATCHES = {
     "32 decode": [(row * 5 + 3, 1) for row in range(32)],
     "mixed": [(3, 1), (0, 40), (64, 16), (200, 1), (17, 2), (0, 3), (31, 3)],
     "129 rows": [(row % 50, 1) for row in range(129)],
+    "1024 rows": [(row % 21, 1) for row in range(1024)],
+    "many blocks": [(2050, 1), (1, 1), (1999, 40)],
 }
 HEAD_MAPS = {
     "even": (0, 0, 0, 1, 1, 1, 2, 2, 2),
     "one each": (0, 1, 2),
     "uneven, low rank": (0, 0, 0, 1, 1),
+    "uneven, 4 and 1": (0, 0, 0, 0, 1),
     "uneven, high rank": (0, 1, 1, 1),
     "a key head unused": (0, 0, 2),
     "not sorted": (1, 0, 1, 0, 0),
 }
 
 
-@pytest.mark.parametrize("heads", HEAD_MAPS)
+@pytest.fixture
+def attend(runtime, device, call, generator, dtype, backend):
+    """Writes and reads a batch in every layer and compares with the reference."""
+    opened = []
+
+    def run(batch, q_to_kv, head_size=16, block_tokens=16, placement=None):
+        if len(batch) > backend.capabilities.rows_max:
+            pytest.skip(f"unsupported: more than {backend.capabilities.rows_max} rows in a step")
+        spec = KVSpec(2, max(q_to_kv) + 1, head_size, block_tokens, dtype)
+        rows, blocks = shuffled_rows(batch, block_tokens, generator)
+        pool = MirroredPool(runtime, device, spec, blocks, call)
+        opened.append(pool)
+        pool.poison()
+        pool.fill_context(rows, generator)
+        tokens = rows.query_starts[-1]
+        for layer in range(spec.layers):
+            key, value = pool.keys_and_values(tokens, generator)
+            pool.write(rows, layer, key, value, placement)
+            query = random(generator, dtype, tokens, len(q_to_kv), head_size)
+            actual, expected = pool.attend(rows, layer, query, q_to_kv, 0.25, placement)
+            check_close(actual, expected, dtype)
+            assert actual.isfinite().all()
+
+    yield run
+    for pool in opened:
+        pool.close()
+
+
+@pytest.mark.covers("attention", "write_kv")
+@pytest.mark.parametrize("heads", ["even", "uneven, low rank"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_attention_over_written_keys(runtime, device, call, generator, dtype, batch, heads):
-    q_to_kv = HEAD_MAPS[heads]
-    spec = KVSpec(2, max(q_to_kv) + 1, 16, 16, dtype)
-    rows, blocks_count = _rows(BATCHES[batch], spec.block_tokens, generator)
-    pool = runtime.create_memory_pool(device, spec, blocks_count)
-    _poison(pool, blocks_count)
-    tokens = rows.query_starts[-1]
-    shape = (tokens, spec.kv_heads, spec.head_size)
-    _fill_context(pool, rows, call, generator, spec)
-    for layer in range(spec.layers):
-        cache = pool.bind(rows)
-        key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-        call("write_kv", cache, layer, key, value)
-        query = torch.randn(tokens, len(q_to_kv), spec.head_size, generator=generator).to(dtype)
-        actual = call("attention", cache, layer, query, q_to_kv, 0.25)
-        expected = REFERENCE["attention"](pool.bind(rows), layer, query, q_to_kv, 0.25)
-        check_close(actual, expected, dtype)
-        assert actual.isfinite().all()
+def test_attention_over_written_keys(attend, batch, heads):
+    attend(BATCHES[batch], HEAD_MAPS[heads])
 
 
-def _rows(batch, block_tokens, generator):
-    """Block tables in shuffled order, the blocks of a row far apart."""
-    query_starts = (0, *itertools.accumulate(count for _, count in batch))
-    needs = [-(-(context + count) // block_tokens) for context, count in batch]
-    shuffled = torch.randperm(sum(needs) + 3, generator=generator).tolist()
-    ends = list(itertools.accumulate(needs))
-    tables = tuple(tuple(shuffled[end - need : end]) for need, end in zip(needs, ends, strict=True))
-    rows = BatchRows(query_starts, tuple(context for context, _ in batch), tables)
-    return rows, len(shuffled)
+@pytest.mark.covers("attention", "write_kv")
+@pytest.mark.parametrize("heads", HEAD_MAPS)
+@pytest.mark.parametrize("batch", ["mixed", "decode, unlike lengths"])
+def test_attention_with_any_map_of_heads(attend, batch, heads):
+    attend(BATCHES[batch], HEAD_MAPS[heads])
 
 
-def _poison(pool, blocks_count):
-    """What nobody wrote is not a number, as memory of a fresh arena may be."""
-    for layer in range(pool.spec.layers):
-        tokens = blocks_count * pool.spec.block_tokens
-        rows = BatchRows((0, tokens), (0,), (range(blocks_count),))
-        shape = (tokens, pool.spec.kv_heads, pool.spec.head_size)
-        nothing = torch.full(shape, float("nan"), dtype=pool.spec.dtype)
-        REFERENCE["write_kv"](pool.bind(rows), layer, nothing, nothing)
+@pytest.mark.covers("attention", "write_kv")
+@pytest.mark.parametrize("head_size", [2, 20, 64, 128])
+def test_attention_with_any_head_size(attend, head_size):
+    attend(BATCHES["mixed"], HEAD_MAPS["uneven, 4 and 1"], head_size=head_size)
 
 
-def _fill_context(pool, rows, call, generator, spec):
-    starts = (0, *itertools.accumulate(rows.context_starts))
-    shape = (starts[-1], spec.kv_heads, spec.head_size)
-    before = BatchRows(starts, (0,) * len(rows.context_starts), rows.block_tables)
-    for layer in range(spec.layers):
-        key, value = (torch.randn(shape, generator=generator).to(spec.dtype) for _ in range(2))
-        call("write_kv", pool.bind(before), layer, key, value)
+@pytest.mark.covers("attention", "write_kv")
+@pytest.mark.parametrize("times", [1, 3, 8])
+def test_attention_with_any_block_the_backend_allows(attend, backend, times):
+    block_tokens = backend.capabilities.block_tokens_multiple * times
+    attend(BATCHES["mixed"], HEAD_MAPS["one each"], block_tokens=block_tokens)
 
 
-def test_every_operation_is_bound_and_says_by_what(runtime):
-    requirements = {name: Requirement("float32", layout="paged") for name in OPERATIONS}
-    table = runtime.bind_kernels(requirements)
-    assert set(table.choices) == set(OPERATIONS)
+@pytest.mark.covers("attention", "write_kv")
+def test_attention_of_views(attend, placement):
+    attend(BATCHES["mixed"], HEAD_MAPS["even"], placement=placement)
+
+
+# ---------------------------------------------------------------- what is declared
+
+
+@pytest.mark.covers("linear", "rms_norm")
+def test_a_row_is_alike_in_any_batch_where_that_is_declared(call, generator, dtype, backend):
+    if not backend.capabilities.batch_invariant:
+        pytest.skip("not applicable: it is not declared")
+    x, weight = random(generator, dtype, 129, 96), random(generator, dtype, 64, 96)
+    for operation, *others in (("linear", weight, None, None), ("rms_norm", weight[0], 1e-5)):
+        together = call(operation, x, *others, dtype=dtype)
+        for rows in (slice(0, 1), slice(5, 12), slice(97, 129)):
+            alone = call(operation, x[rows].contiguous(), *others, dtype=dtype)
+            assert torch.equal(alone, together[rows])
+
+
+def test_every_operation_is_bound_and_says_by_what(runtime, backend):
+    spec = KVSpec(1, 1, 16, 16, torch.float32)
+    requirement = Requirement("float32", layout=runtime.kv_layout(spec).order)
+    wanted = set(OPERATIONS) - backend.capabilities.unsupported
+    table = runtime.bind_kernels(dict.fromkeys(wanted, requirement))
+    assert set(table.choices) == wanted
     assert all(choice.implementation and choice.reason for choice in table.choices.values())
 
 
 def test_an_unknown_operation_or_layout_is_refused_with_the_reasons(runtime):
     with pytest.raises(UnsupportedOperation, match="unknown operation 'convolve'"):
         runtime.bind_kernels({"convolve": Requirement("float32")})
-    with pytest.raises(UnsupportedOperation, match="layout 'ring' is not one of paged"):
+    with pytest.raises(UnsupportedOperation, match="layout 'ring' is not one of "):
         runtime.bind_kernels({"attention": Requirement("float32", layout="ring")})
     with pytest.raises(UnsupportedOperation, match="'linear' is not bound"):
         runtime.bind_kernels({}).dispatch("linear", None)

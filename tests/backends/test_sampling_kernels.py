@@ -11,27 +11,14 @@ from tests.fakes.expected_draws import check_draws, drawn_probabilities
 
 REFERENCE = {found.operation: found.function for found in REFERENCE_IMPLEMENTATIONS}
 INFINITY = float("inf")
+SAMPLE = pytest.mark.covers("sample", dtype="float32")
+ADJUST = pytest.mark.covers("adjust_logits", dtype="float32")
+LOGPROBS = pytest.mark.covers("token_logprobs", dtype="float32")
 
 
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(7)
-
-
-@pytest.fixture
-def call(runtime, device):
-    """Calls the backend's choice for an operation with host tensors; results are on the host."""
-
-    def run(operation, *arguments):
-        requirement = Requirement(dtype="float32", rows=1 << 10)
-        function = runtime.bind_kernels({operation: requirement}).function(operation)
-        placed = [device.to_chip(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        result = function(*placed)
-        if isinstance(result, tuple):
-            return tuple(device.to_host(part) for part in result)
-        return device.to_host(result)
-
-    return run
 
 
 # ---------------------------------------------------------------- logits of many shapes
@@ -104,6 +91,7 @@ def _off(rows):
 # ---------------------------------------------------------------- sample
 
 
+@SAMPLE
 @pytest.mark.parametrize("vocabulary", [5, 64, 1009, 3001])
 @pytest.mark.parametrize("rows", [1, 7, 129])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -122,6 +110,7 @@ def test_sample_with_filters_of_all_kinds_mixed(call, generator, shape, rows, vo
     assert torch.equal(finite, expected_finite)
 
 
+@SAMPLE
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99])
 def test_sample_when_the_mass_is_spread_over_thousands(call, generator, top_p):
     rows = 12
@@ -137,16 +126,36 @@ def test_sample_when_the_mass_is_spread_over_thousands(call, generator, top_p):
     assert torch.equal(call("sample", *arguments)[0], REFERENCE["sample"](*arguments)[0])
 
 
+@SAMPLE
 def test_sample_of_a_part_of_a_wider_table(call, generator):
     """Logits cut to the tokenizer's vocabulary are a view whose rows lie apart."""
-    wide = _smooth(generator, 9, 700)
+    logits = _smooth(generator, 9, 301)
     keys, filters = _keys(generator, 9), (_pick(generator, TOP_KS, 9), *_off(9)[1:])
     temperature = _pick(generator, TEMPERATURES, 9)
-    found = call("sample", wide[:, :301], temperature, *keys, *filters)
-    expected = call("sample", wide[:, :301].contiguous(), temperature, *keys, *filters)
-    assert torch.equal(found[0], expected[0])
+    found = call("sample", logits, temperature, *keys, *filters, placement="columns")
+    assert torch.equal(found[0], REFERENCE["sample"](logits, temperature, *keys, *filters)[0])
 
 
+@LOGPROBS
+def test_token_logprobs_of_a_part_of_a_wider_table(call, generator):
+    logits, ids = _smooth(generator, 9, 301), torch.arange(9) * 30
+    found = call("token_logprobs", logits, ids, 5, placement="columns")
+    expected = REFERENCE["token_logprobs"](logits, ids, 5)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[2], expected[2])
+
+
+@ADJUST
+@pytest.mark.parametrize("placement", [None, "columns"])
+def test_nothing_to_adjust_is_a_copy(call, generator, placement):
+    logits = _smooth(generator, 3, 50)
+    nothing = [torch.zeros(0, dtype=torch.int64)] * 2
+    entries = (*nothing, torch.zeros(0), nothing[0], *[torch.zeros(0)] * 3)
+    found = call("adjust_logits", logits, *entries, placement=placement)
+    assert torch.equal(found, logits)
+
+
+@SAMPLE
 @pytest.mark.parametrize(
     "filters",
     [{}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.8, "min_p": 0.05}],
@@ -169,6 +178,7 @@ def test_draws_follow_the_exact_distribution(call, generator, filters):
     check_draws(ids.tolist(), drawn_probabilities(logits[0].tolist(), 1.5, **filters))
 
 
+@SAMPLE
 @pytest.mark.parametrize("bad", [float("nan"), INFINITY])
 def test_a_row_that_is_not_finite_spoils_no_other(call, generator, bad):
     arguments = (
@@ -186,6 +196,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(call, generator, bad):
     assert ids[[0, 3]].tolist() == expected[[0, 3]].tolist()
 
 
+@SAMPLE
 def test_greedy_takes_the_lowest_id_on_a_tie(call):
     logits = torch.zeros(2, 70)
     logits[0, [31, 64]] = 5.0
@@ -197,6 +208,7 @@ def test_greedy_takes_the_lowest_id_on_a_tie(call):
 # ---------------------------------------------------------------- adjust_logits, token_logprobs
 
 
+@ADJUST
 @pytest.mark.parametrize("shape", SHAPES)
 def test_adjust_logits(call, generator, shape):
     rows, vocabulary, entries = 9, 211, 500
@@ -212,14 +224,26 @@ def test_adjust_logits(call, generator, shape):
         _pick(generator, (0.0, 0.1, 2.0, -1.0), entries),
         _pick(generator, (1.0, 1.3, 0.5, 100.0, 1e-40), entries),
     )
-    before = logits.clone()
     found = call("adjust_logits", *arguments)
     torch.testing.assert_close(
         found, REFERENCE["adjust_logits"](*arguments), rtol=1e-6, atol=0, equal_nan=True
     )
-    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
 
 
+@ADJUST
+def test_adjusted_logits_are_a_copy(runtime, device, generator):
+    logits = _smooth(generator, 2, 30)
+    on_chip = device.to_chip(logits)
+    entries = [torch.tensor([0, 1]), torch.tensor([3, 29]), torch.tensor([1.0, -INFINITY])]
+    entries += [torch.tensor([1, 2]), *[torch.tensor([0.5, 2.0])] * 3]
+    requirement = Requirement("float32", rows=2, last_dimension=30)
+    table = runtime.bind_kernels({"adjust_logits": requirement})
+    found = table.dispatch("adjust_logits", on_chip, *map(device.to_chip, entries))
+    assert torch.equal(device.to_host(on_chip), logits)
+    assert not torch.equal(device.to_host(found), logits)
+
+
+@LOGPROBS
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "tops_count"),
     [(*sizes, tops) for sizes in ((1, 20), (7, 64), (40, 3001)) for tops in (0, 1, 5, 20)],

@@ -66,7 +66,7 @@ def test_groups_and_blocks_reach_the_processes() -> None:
     [
         (["--chips", "2", "--groups", "2"], "--chips and --groups"),
         (["--chips", "1", "--kv-blocks", "64,48"], "--kv-blocks has 2 numbers for 1 chips"),
-        (["--groups", "2,x"], "2,x"),
+        (["--groups", "2,x"], "'x' is not a group"),
         (["--groups", "0"], "'0'"),
         (["--backend", "unheard-of"], "unheard-of"),
         (["--model", "/no/such/model"], "/no/such/model"),
