@@ -296,7 +296,7 @@ def test_a_split_the_model_does_not_allow_ends_the_start(clusters: Clusters) -> 
         check=False,
     )
     assert ended.returncode == 1
-    assert "no group can be complete again" in ended.stdout
+    assert "no group can form again" in ended.stdout
     # What is asked, the limit, and the remedy.
     assert "4 chips" in ended.stderr
     assert "3 key/value heads" in ended.stderr

@@ -35,10 +35,10 @@ def test_attention_equals_torch_on_a_contiguous_context():
     torch.manual_seed(1)
     tokens, heads, size = 11, 3, 8
     query, key, value = (torch.randn(tokens, heads, size) for _ in range(3))
-    arena = torch.zeros(2, 1, 3, 4, heads, size)
+    arena = torch.zeros(3, 1, 2, 4, heads, size)
     cache = PagedKV(
-        keys=arena[0],
-        values=arena[1],
+        keys=(arena[:, 0, 0],),
+        values=(arena[:, 0, 1],),
         block_tables=torch.tensor([[2, 0, 1]]),
         token_blocks=torch.tensor([2, 0, 1]).repeat_interleave(4)[:tokens],
         token_places=torch.arange(tokens) % 4,
