@@ -8,6 +8,8 @@ Some kernels are right for one row and wrong for many, or wrong only beyond some
 so real shapes are taken at several batch sizes, the largest one a step can have included.
 """
 
+import math
+
 import torch
 
 from backends.interface import BackendRuntime, KernelTable, MemoryPool
@@ -27,6 +29,8 @@ LOGIT_ROWS_MAX = 16
 SAMPLED_VOCABULARY = 2000
 """Rows of the LM head that the reference multiplies; one wrong row among them lowers the cosine
 below its limit."""
+BEYOND_RANGE_MAX = 256
+"""Tokens ruled out by weights that overflow; more than a model would have are a mistake."""
 LAST_VOCABULARY = 64
 """Of them, rows at the very end, where a kernel meets what fills no whole tile."""
 POSITIONS_MAX = 4096
@@ -142,11 +146,14 @@ class _WeightProbe:
         numbers, sampled = self._sampled_head
         hidden = check.random(rows, self._loaded.config.hidden_size)
         found = check.call("logits", hidden, Operand(head, None))
-        check.finite("logits", rows, found)
+        beyond = self._beyond_range(found, hidden, rows)
+        found[:, beyond] = 0.0
         compared = compared_rows(rows)
         chosen, wide = found[compared], hidden[compared].float()
         expected = check.runtime.fallback("logits", wide, sampled)
+        expected[:, torch.isin(numbers, beyond)] = 0.0
         check.same_rows("logits", rows, chosen[:, numbers], expected)
+        chosen[:, beyond] = -torch.inf
         largest = chosen.argmax(dim=1)
         their_rows = torch.cat([check.to_host(head[int(each)][None]).float() for each in largest])
         claimed = check.runtime.fallback("logits", wide, their_rows).diagonal()
@@ -154,3 +161,19 @@ class _WeightProbe:
         slack = 1e-3 * expected.norm(dim=1) / expected.shape[1] ** 0.5
         if bool((claimed < expected.max(dim=1).values - slack).any()):
             raise check.failed("logits", rows, "its largest logit is not the reference's")
+
+    def _beyond_range(self, found: torch.Tensor, hidden: torch.Tensor, rows: int) -> torch.Tensor:
+        """Tokens whose logits leave the range of float32 by their weights, in the reference too.
+
+        A model may rule a token out so. Raises ProbeFailed for any other that is not finite.
+        """
+        check, head = self._check, self._loaded.weights.head
+        if all(math.isfinite(each) for each in found.aminmax()):
+            return torch.empty(0, dtype=torch.int64)
+        tokens = (~torch.isfinite(found)).any(dim=0).nonzero().flatten()
+        if len(tokens) <= BEYOND_RANGE_MAX:
+            weights = torch.cat([check.to_host(head[int(each)][None]).float() for each in tokens])
+            expected = check.runtime.fallback("logits", hidden.float(), weights)
+            if torch.equal(torch.isfinite(expected), torch.isfinite(found[:, tokens])):
+                return tokens
+        raise check.failed("logits", rows, "its result is not finite")

@@ -244,3 +244,13 @@ def test_the_smallest_pools_and_contexts_pass(path, kv_blocks, form):
     rank.session.handle(form_command(**form))
     rank.session.close()
     assert isinstance(rank.last, Ready), rank.last
+
+
+def test_a_token_whose_weights_rule_it_out_is_no_mistake(path):
+    rank = open_rank(path)
+    rank.session.handle(form_command())
+    # What is loaded stays for the next epoch of the same shard.
+    rank.session._loader.loaded.weights.head[5, :2] = -3e38
+    rank.session.handle(form_command(epoch=2))
+    rank.session.close()
+    assert isinstance(rank.last, Ready), rank.last

@@ -16,7 +16,7 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_golden_cases(clusters: Clusters, size: int, long_run: bool) -> None:
     client = clusters.client("--backend", "sim", "--groups", str(size), "--dtype", "float32")
     assert {worker.backend for worker in client.status().workers} == {"sim"}

@@ -48,7 +48,7 @@ def test_it_overrides_no_more_than_five_methods() -> None:
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_it_serves_golden_answers(
     installed: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
