@@ -138,12 +138,19 @@ def test_every_cancel_ends_its_request_once(
     count = counted(ROUNDS) // len(PROTOCOLS_WITH_IDS)
     for index in range(count):
         rounds.run(STATES[index % len(STATES)], protocol)
+    # A busy machine lets a request leave a state before its cancel comes: those are asked again.
+    needed = count / len(STATES) / 2
+    for _ in range(count):
+        missed = [state for state in STATES if rounds.reached[state] < needed]
+        if not missed:
+            break
+        rounds.run(missed[0], protocol)
     field.check_idle()
     assert service_pids(field) == pids
     field.check_alive()
     after = scrape(field)
     after.check_reconciled()
-    assert min(rounds.reached[state] for state in STATES) >= count / len(STATES) / 2, rounds.reached
+    assert min(rounds.reached[state] for state in STATES) >= needed, rounds.reached
     assert rounds.outcomes[CANCELLED]
     assert rounds.outcomes[LEFT]
     cancelled = after.total("request_failures") - before.total("request_failures")
