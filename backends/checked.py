@@ -9,13 +9,12 @@ is not seen before the deadline: a rank that sends while others call a collectiv
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from typing_extensions import override
 
-from backends.communicator import Communicator, Work
+from backends.communicator import Communicator, ForwardingCommunicator, Work
 from backends.device import Device
 from backends.errors import CommunicatorError, CommunicatorMisuse
 from backends.fingerprint import FIELDS_COUNT, Fingerprint, difference
@@ -41,7 +40,7 @@ def require_alike(
         )
 
 
-class CheckedCommunicator(Communicator):
+class CheckedCommunicator(ForwardingCommunicator):
     """Each call costs a small one more, and waits for the others; owns `inner`.
 
     Raises CommunicatorMisuse, naming what each side called; all ranks of a group must check, or
@@ -49,8 +48,7 @@ class CheckedCommunicator(Communicator):
     """
 
     def __init__(self, inner: Communicator, device: Device) -> None:
-        super().__init__(inner.rank, inner.world_size)
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
         self._own = device.allocate((FIELDS_COUNT,), torch.int64)
         self._every = device.allocate((inner.world_size, FIELDS_COUNT), torch.int64)
@@ -98,25 +96,10 @@ class CheckedCommunicator(Communicator):
         self._awaited.append(work)
         return work
 
-    @property
-    @override
-    def fused_bytes_max(self) -> int:
-        return self._inner.fused_bytes_max
-
-    @override
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        with self._inner.group():
-            yield
-
-    @override
-    def abort(self) -> None:
-        self._inner.abort()
-
     @override
     def close(self) -> None:
         self._awaited.clear()
-        self._inner.close()
+        super().close()
 
     def take_awaited(self) -> None:
         """Receives, in program order, all that was asked for so far; blocks for fingerprints."""

@@ -117,6 +117,33 @@ class Communicator(ABC):
         """Ends the communicator; does not wait for other ranks."""
 
 
+class ForwardingCommunicator(Communicator):
+    """Adds something to the six operations of `inner`, which it owns; the rest it passes on."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.rank, inner.world_size)
+        self._inner = inner
+
+    @property
+    @override
+    def fused_bytes_max(self) -> int:
+        return self._inner.fused_bytes_max
+
+    @override
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        with self._inner.group():
+            yield
+
+    @override
+    def abort(self) -> None:
+        self._inner.abort()
+
+    @override
+    def close(self) -> None:
+        self._inner.close()
+
+
 class SingleRankCommunicator(Communicator):
     """The communicator of a group of one chip: every operation is its own result."""
 

@@ -18,7 +18,12 @@ import torch
 from typing_extensions import override
 
 from backends.checked import CheckedCommunicator
-from backends.communicator import FUSED_BYTES_MAX, Communicator, Work
+from backends.communicator import (
+    FUSED_BYTES_MAX,
+    Communicator,
+    ForwardingCommunicator,
+    Work,
+)
 from backends.device import Device
 from backends.errors import CommunicatorError
 from backends.fused_run import FusedMessage, FusedRun, PackBuffers
@@ -42,7 +47,7 @@ def compose(raw: Communicator, device: Device, checked: bool) -> Communicator:
     return FusedCommunicator(called, device, message_bytes_max) if message_bytes_max else called
 
 
-class FusedCommunicator(Communicator):
+class FusedCommunicator(ForwardingCommunicator):
     """Outside a group every call goes straight to `inner`, which it owns.
 
     message_bytes_max: larger messages go as they are. buffer_bytes: most bytes of messages, with
@@ -56,8 +61,7 @@ class FusedCommunicator(Communicator):
         message_bytes_max: int = FUSED_BYTES_MAX,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        super().__init__(inner.rank, inner.world_size)
-        self._inner = inner
+        super().__init__(inner)
         self._message_bytes_max = message_bytes_max
         # Between a packed input and output lies a gap of less than the alignment.
         self._run_bytes_max = buffer_bytes - ALIGNMENT_BYTES
@@ -120,13 +124,9 @@ class FusedCommunicator(Communicator):
                 self._submitted.clear()
 
     @override
-    def abort(self) -> None:
-        self._inner.abort()
-
-    @override
     def close(self) -> None:
         self._drop("the communicator is closed")
-        self._inner.close()
+        super().close()
 
     def flush(self) -> None:
         """Submits what is recorded, in order.

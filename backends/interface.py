@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from backends.arena import Arena
-from backends.communicator import Communicator, SingleRankCommunicator, Work
+from backends.communicator import (
+    Communicator,
+    ForwardingCommunicator,
+    SingleRankCommunicator,
+    Work,
+)
 from backends.device import CapturedProgram, Device, Fence, MemoryInfo
 from backends.errors import BackendUnavailable, IncompatibleBackend
 from backends.gloo_communicator import GlooCommunicator
@@ -26,9 +31,11 @@ from backends.plugin import Backend, BackendConfig, ChipDescription, load_object
 from backends.probes import probe_device, probe_requirements
 from backends.scratch import Lifetime, ScratchArena
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
-from kernels.spec import BoundKV, Choice, Implementation, Requirement
+from kernels.spec import SOFT_CAP, WINDOW, BoundKV, Choice, Implementation, Requirement
 
 __all__ = [
+    "SOFT_CAP",
+    "WINDOW",
     "AcquiredDevices",
     "Arena",
     "Backend",
@@ -42,6 +49,7 @@ __all__ = [
     "Communicator",
     "Device",
     "Fence",
+    "ForwardingCommunicator",
     "GroupPlace",
     "KVLayout",
     "KVSpec",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backends.errors import UnsupportedOperation
-from kernels.spec import OPERATIONS, Choice, Implementation, Requirement, Support
+from kernels.spec import OPERATIONS, Choice, Implementation, Requirement, Support, feature_name
 
 MakeContiguous = Callable[[torch.Tensor], torch.Tensor]
 """A contiguous copy on the same chip, in order with kernels; the same tensor if it is already."""
@@ -69,10 +69,11 @@ def bind_kernels(
 ) -> KernelTable:
     """Chooses for each required operation the first implementation, by rank, that supports it.
 
-    Equal ranks keep the order they are given in. unsupported: operations the backend declares it
-    does not have, even where the reference could compute them. make_contiguous: puts views right
-    for an implementation that needs it; without one, such an implementation is rejected where views
-    are passed. Raises UnsupportedOperation naming every candidate and why it was rejected.
+    Equal ranks keep the order they are given in. unsupported: operations, and features of them, the
+    backend declares it does not have, even where the reference could compute them. make_contiguous:
+    puts views right for an implementation that needs it; without one, such an implementation is
+    rejected where views are passed. Raises UnsupportedOperation naming every candidate and why it
+    was rejected.
     """
     by_operation: dict[str, list[Implementation]] = {}
     for implementation in implementations:
@@ -83,11 +84,13 @@ def bind_kernels(
         if operation not in OPERATIONS:
             known = ", ".join(OPERATIONS)
             raise UnsupportedOperation(f"unknown operation {operation!r}; operations: {known}")
-        if operation in unsupported:
-            raise UnsupportedOperation(
-                f"operation {operation!r} is declared unsupported by this backend; "
-                "serve a model that does not need it, or use another backend"
-            )
+        features = (feature_name(operation, each) for each in requirement.features)
+        for name in (operation, *features):
+            if name in unsupported:
+                raise UnsupportedOperation(
+                    f"operation {name!r} is declared unsupported by this backend; "
+                    "serve a model that does not need it, or use another backend"
+                )
         candidates = sorted(by_operation.get(operation, ()), key=lambda each: each.rank)
         choice, chosen = _choose(operation, candidates, requirement, make_contiguous)
         choices[operation] = choice
@@ -154,4 +157,7 @@ def why_unsupported(support: Support, requirement: Requirement) -> str | None:
         return f"{requirement.last_dimension} is not a multiple of {support.alignment_elements}"
     if support.contiguous and not requirement.contiguous:
         return "it needs contiguous tensors, and views are passed"
+    missing = [each for each in requirement.features if each not in support.features]
+    if missing:
+        return f"it does not compute {', '.join(missing)}"
     return None

@@ -19,7 +19,7 @@ from kernels.spec import BoundKV
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What the model needs of a block on this chip."""
+    """What the model needs of a block on this chip; `layers`: those of one KV group."""
 
     layers: int
     kv_heads: int
@@ -42,16 +42,18 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The rows of a step, on the host.
+    """The rows of a step in one KV group, on the host.
 
     query_starts[r] .. query_starts[r + 1] are row r's tokens in the step's token dimension;
     context_starts[r] is the position of its first token; block_tables[r] the logical blocks of the
-    row, enough to hold its last token.
+    row, enough to hold its last token; table_starts[r] is the position of the first token in the
+    first of them, above 0 where the blocks behind a window were given back. Empty: all are 0.
     """
 
     query_starts: tuple[int, ...]
     context_starts: tuple[int, ...]
     block_tables: tuple[Sequence[int], ...]
+    table_starts: tuple[int, ...] = ()
 
 
 class MemoryPool(ABC):

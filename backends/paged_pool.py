@@ -79,19 +79,23 @@ class PagedMemoryPool(MemoryPool):
         tables = self._physical_tables(rows.block_tables)
         query_starts = np.asarray(rows.query_starts, dtype=np.int64)
         context_starts = np.asarray(rows.context_starts, dtype=np.int64)
+        starts = rows.table_starts or (0,) * len(rows.context_starts)
+        table_starts = np.asarray(starts, dtype=np.int64)
+        assert (table_starts <= context_starts).all(), "a row begins before its first block"
         counts = np.diff(query_starts)
         row_of_token = np.repeat(np.arange(len(counts)), counts)
-        first_positions = context_starts - query_starts[:-1]
-        positions = np.arange(query_starts[-1]) + np.repeat(first_positions, counts)
-        token_blocks = tables[row_of_token, positions // self.spec.block_tokens]
+        first_places = context_starts - table_starts - query_starts[:-1]
+        places = np.arange(query_starts[-1]) + np.repeat(first_places, counts)
+        token_blocks = tables[row_of_token, places // self.spec.block_tokens]
         return PagedKV(
             keys=self._keys,
             values=self._values,
             block_tables=self._on_chip(tables),
             token_blocks=self._on_chip(token_blocks),
-            token_places=self._on_chip(positions % self.spec.block_tokens),
+            token_places=self._on_chip(places % self.spec.block_tokens),
             query_starts=rows.query_starts,
             context_starts=rows.context_starts,
+            table_starts=starts,
         )
 
     def _physical_tables(self, block_tables: Sequence[Sequence[int]]) -> Int64Array:

@@ -50,7 +50,8 @@ class Capabilities:
     rows_max: int = 1 << 16
     """Most rows of a step the kernels accept."""
     unsupported: frozenset[str] = frozenset()
-    """Names of operations the backend does not have at all."""
+    """Names of operations the backend does not have at all, and of features that its operations
+    do not have, such as "attention:window"; see `kernels.spec`."""
 
 
 @dataclass(frozen=True)

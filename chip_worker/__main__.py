@@ -93,7 +93,12 @@ _log = structlog.get_logger()
 @click.option("--chips-on-host", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Such as float32 or bfloat16.")
 @click.option("--kv-blocks", type=click.IntRange(min=1), help="Default: what memory allows.")
-@click.option("--status-file", help="File that tells the worker's health.")
+@click.option(
+    "--status-file",
+    envvar="POLYCHIP_STATUS_FILE",
+    show_envvar=True,
+    help="File that tells the worker's health.",
+)
 @click.option(
     "--join-token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -142,11 +147,22 @@ def command(
             backend=backend_name,
             devices=tuple(part.strip() for part in devices.split(",") if part.strip()),
             backend_options=parse_options(backend_options),
-            join_token=join_token_file.read_text().strip() if join_token_file else None,
+            join_token=None if join_token_file is None else read_join_token(join_token_file),
         )
     except ConfigurationError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(run(config, model_name))
+
+
+def read_join_token(path: Path) -> str:
+    """The secret that admits this worker; raises ConfigurationError if there is none."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--join-token-file {path}: {error}") from error
+    if not token:
+        raise ConfigurationError(f"--join-token-file {path}: is empty; write the secret into it")
+    return token
 
 
 def run(config: WorkerConfig, model_name: str = "") -> ExitCode:

@@ -52,14 +52,15 @@ class RowWants:
 class Admission:
     """A request enters a slot; ids from `output_start` on are output (a replay).
 
-    The first `cached_count` tokens have keys and values in `block_ids` already.
+    The first `cached_count` tokens have keys and values in `block_tables` already, one table for
+    each KV group; that of a group with a window holds the last blocks only.
     """
 
     slot: int
     token_ids: tuple[int, ...]
     output_start: int
     cached_count: int
-    block_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     sampling: SlotSampling
     wants: RowWants = RowWants()
     adapter: int = 0
@@ -91,6 +92,7 @@ class FormGroup:
     slots: int
     chunk_tokens: int
     context_tokens: int
+    blocks_wanted: int
     kv_policy: str
     step_deadline_s: float
     vocabulary_tokens: int = 0
@@ -108,7 +110,11 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step; applied in the order of the fields after step_id."""
+    """One step; applied in the order of the fields after step_id.
+
+    drops: (slot, KV group, how many blocks), off the front of the table. new_blocks: (slot, KV
+    group, block id), appended to it.
+    """
 
     term: int
     epoch: int
@@ -116,7 +122,8 @@ class Step:
     releases: tuple[int, ...] = ()
     admissions: tuple[Admission, ...] = ()
     extensions: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    new_blocks: tuple[tuple[int, int], ...] = ()
+    drops: tuple[tuple[int, int, int], ...] = ()
+    new_blocks: tuple[tuple[int, int, int], ...] = ()
     rows: tuple[StepRow, ...] = ()
     digest: int | None = None
     received_ns: int = 0

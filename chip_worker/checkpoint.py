@@ -3,13 +3,13 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 
 from chip_worker.errors import ModelError
-from chip_worker.model_config import ModelConfig
+from chip_worker.model_config import ConfigFields, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,21 @@ class TensorEntry:
 
 
 class Checkpoint(ABC):
-    """An open checkpoint. Tensor names are those of Hugging Face, whatever the file calls them."""
+    """An open checkpoint. Tensor names are those of Hugging Face, whatever the file calls them.
 
-    def __init__(self, path: str, config: ModelConfig) -> None:
+    fields: its configuration, by the names of config.json. entries: its tensors, by the names that
+    the file gives them.
+    """
+
+    def __init__(self, path: str, fields: ConfigFields, files_bytes: int) -> None:
         self.path = path
-        self.config = config
+        self.fields = fields
+        self.entries: dict[str, TensorEntry] = {}
+        self._files_bytes = files_bytes
 
     @abstractmethod
-    def has(self, name: str) -> bool:
-        """True if the checkpoint has a tensor of that name."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor. Raises ModelError if it is missing."""
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor, or would if it had it."""
 
     @abstractmethod
     def read(
@@ -56,12 +58,24 @@ class Checkpoint(ABC):
         """
 
     @abstractmethod
-    def fingerprint(self) -> ModelFingerprint:
-        """Identity of the model; reads no weights."""
+    def check_type(self, name: str) -> None:
+        """Raises ModelError if the tensor's numbers cannot be read; reads little of it."""
 
     @abstractmethod
     def close(self) -> None:
         """Closes the file; tensors read before stay valid."""
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has a tensor of that name."""
+        return self.stored_name(name) in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError if it is missing."""
+        stored = self.stored_name(name)
+        if stored not in self.entries:
+            shown = name if stored == name else f"{stored} ({name})"
+            raise ModelError(f"{self.path}: tensor {shown} is missing")
+        return self.entries[stored].shape
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ModelError if the tensor is missing or has another shape."""
@@ -69,20 +83,22 @@ class Checkpoint(ABC):
         if found != shape:
             raise ModelError(f"{self.path}: tensor {name} has shape {found}, expected {shape}")
 
+    def others(self, names: Iterable[str]) -> list[str]:
+        """Tensors of the file that are none of these, as the file calls them."""
+        known = {self.stored_name(name) for name in names}
+        return [stored for stored in self.entries if stored not in known]
 
-def fingerprint_of(
-    config: ModelConfig, entries: Mapping[str, TensorEntry], files_bytes: int
-) -> ModelFingerprint:
-    """The fingerprint of a configuration and tensor table, with the size of all files together."""
-    facts = {
-        "config": asdict(config),
-        "tensors": {name: asdict(entry) for name, entry in entries.items()},
-        "files_bytes": files_bytes,
-    }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return ModelFingerprint(
-        architecture=config.architecture,
-        digest=digest,
-        context_tokens=config.context_tokens,
-        vocabulary_size=config.vocabulary_size,
-    )
+    def fingerprint(self, config: ModelConfig) -> ModelFingerprint:
+        """Identity of the model, read as `config`; reads no weights."""
+        facts = {
+            "config": asdict(config),
+            "tensors": {name: asdict(entry) for name, entry in self.entries.items()},
+            "files_bytes": self._files_bytes,
+        }
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return ModelFingerprint(
+            architecture=config.architecture,
+            digest=digest,
+            context_tokens=config.context_tokens,
+            vocabulary_size=config.vocabulary_size,
+        )

@@ -19,7 +19,7 @@ from backends.interface import (
 )
 from chip_worker.batch import FormGroup, PromptScores, RowResult, Step
 from chip_worker.config import WorkerConfig
-from chip_worker.memory_pool import KVDemand, open_memory_pool
+from chip_worker.memory_pool import open_memory_pool
 from chip_worker.memory_watch import MemoryWatch
 from chip_worker.model_runner import ModelRunner, build_batch
 from chip_worker.models.model import ModelPlace
@@ -65,9 +65,8 @@ class Formation:
         self._device = device
         self._loaded = loaded
         self._memory = StepMemory(device)
-        demand = KVDemand(form.slots, form.context_tokens)
         spec = _kv_spec(form, loaded)
-        self._pool = open_memory_pool(config, runtime, device, spec, demand)
+        self._pool = open_memory_pool(config, runtime, device, spec, form.blocks_wanted)
         row_tokens_max = form.chunk_tokens + form.slots
         self._tables = SlotTables(
             slots_count=form.slots,
@@ -75,6 +74,7 @@ class Formation:
             block_tokens=form.block_tokens,
             pool=self._pool,
             row_tokens_max=row_tokens_max,
+            kv_windows=loaded.kv_groups.windows,
         )
         try:
             kernels = _bind_kernels(runtime, loaded, self._pool, row_tokens_max)
@@ -159,7 +159,16 @@ class Formation:
                 self.form, self._runtime, self._kernels, self._memory, self._pool, self._loaded
             )
             blocks = smallest_pool(self._communicator, self._memory, self._pool.capacity)
-            return warm_up(self.form, self._runner, self._sampler, self._memory, self._pool, blocks)
+            groups_count = len(self._loaded.kv_groups.windows)
+            return warm_up(
+                self.form,
+                self._runner,
+                self._sampler,
+                self._memory,
+                self._pool,
+                blocks,
+                groups_count,
+            )
 
     def abort(self) -> None:
         """Makes a pending collective fail soon; from any thread."""
@@ -182,7 +191,7 @@ class Formation:
 
 def _kv_spec(form: FormGroup, loaded: LoadedShard) -> KVSpec:
     return KVSpec(
-        layers=loaded.config.layers_count,
+        layers=loaded.kv_groups.layers,
         kv_heads=len(loaded.shard.kv_heads),
         head_size=loaded.config.head_size,
         block_tokens=form.block_tokens,

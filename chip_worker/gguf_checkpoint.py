@@ -1,6 +1,7 @@
 """Weights from a GGUF file: memory-mapped, dequantized row by row when they are read."""
 
 import struct
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from gguf import GGUFEndian, GGUFReader, GGUFValueType
 from typing_extensions import override
 
-from chip_worker.checkpoint import Checkpoint, ModelFingerprint, TensorEntry, fingerprint_of
+from chip_worker.checkpoint import Checkpoint, TensorEntry
 from chip_worker.errors import ModelError
-from chip_worker.model_config import config_from_gguf
+from chip_worker.gguf_fields import read_gguf_fields
 
 # Architectures whose converter stores query and key rows pairwise: (x[0], x[d/2], x[1], ...).
 _PAIRWISE_ROTARY = frozenset({"llama"})
@@ -58,109 +59,121 @@ class HeaderReader(GGUFReader):
 
 
 class GgufCheckpoint(Checkpoint):
-    """A model in one GGUF file.
+    """A model in one GGUF file, mapped.
 
-    Rows of a quantized tensor are independent, so a rank dequantizes only the rows it holds.
+    Blocks of a quantized tensor are independent, so a rank dequantizes little more than it holds.
     """
 
     def __init__(self, path: str) -> None:
         try:
             reader = HeaderReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ModelError(f"{path}: not a readable GGUF file: {error}") from error
+            metadata = {name: field.contents() for name, field in reader.fields.items()}
+        except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+            raise ModelError(f"{path}: not a readable GGUF file, or cut short: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._entries = {
+        entries = {
             name: TensorEntry(
                 tuple(int(size) for size in reversed(tensor.shape.tolist())),
                 tensor.tensor_type.name,
             )
             for name, tensor in self._tensors.items()
         }
-        values = {name: field.contents() for name, field in reader.fields.items()}
-        shapes = {name: entry.shape for name, entry in self._entries.items()}
-        config = config_from_gguf(path, values, shapes)
-        super().__init__(path, config)
-        self._names = _name_map(path, config.architecture, config.layers_count)
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        fields = read_gguf_fields(path, metadata, shapes, self._rope_divisors())
+        super().__init__(path, fields, Path(path).stat().st_size)
+        self.entries = entries
+        self._pairwise = fields.text("model_type") in _PAIRWISE_ROTARY
 
     @override
-    def has(self, name: str) -> bool:
-        return self._stored_name(name) in self._tensors
-
-    @override
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[self._existing_name(name)].shape
+    def stored_name(self, name: str) -> str:
+        stored = self._name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        return name if stored is None else str(stored)
 
     @override
     def read(
         self, name: str, rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
-        tensor = self._tensors[self._existing_name(name)]
+        self.shape(name)
+        tensor = self._tensors[self.stored_name(name)]
         data = tensor.data if rows is None else tensor.data[rows.start : rows.stop]
         try:
-            values = _dequantize(np.asarray(data), tensor.tensor_type)
+            values = _dequantize(np.asarray(data), tensor.tensor_type, columns)
         except NotImplementedError as error:
             raise ModelError(
-                f"{self.path}: tensor {name} has type {tensor.tensor_type.name}, "
+                f"{self.path}: tensor {tensor.name} has type {tensor.tensor_type.name}, "
                 "which cannot be dequantized; convert the file to another type"
             ) from error
-        if self.config.architecture in _PAIRWISE_ROTARY and _is_rotated(name):
-            values = _halves_from_pairs(values, self.config.head_size)
-        if columns is not None:
-            values = values[:, columns.start : columns.stop]
+        if self._pairwise and _is_rotated(name):
+            values = _halves_from_pairs(values, self._head_size())
         # What is not quantized is still the file's map, which must not be touched after close.
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     @override
-    def fingerprint(self) -> ModelFingerprint:
-        return fingerprint_of(self.config, self._entries, Path(self.path).stat().st_size)
+    def check_type(self, name: str) -> None:
+        # Nothing else tells what can be dequantized but to do it; the rows of one head do.
+        rows = min(self.shape(name)[0], self._head_size())
+        self.read(name, rows=range(rows))
 
     @override
     def close(self) -> None:
         self._tensors.clear()
 
-    def _stored_name(self, name: str) -> str:
-        stored = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        return name if stored is None else str(stored)
+    @cached_property
+    def _name_map(self) -> gguf.TensorNameMap:
+        architecture = self.fields.text("model_type")
+        found = [model for model, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+        if not found:
+            raise ModelError(
+                f"{self.path}: architecture {architecture!r} is none that GGUF files have; "
+                "convert the model again"
+            )
+        return gguf.get_tensor_name_map(found[0], self.fields.integer("num_hidden_layers"))
 
-    def _existing_name(self, name: str) -> str:
-        stored = self._stored_name(name)
-        if stored not in self._tensors:
-            raise ModelError(f"{self.path}: tensor {stored} ({name}) is missing")
-        return stored
+    def _head_size(self) -> int:
+        heads = self.fields.integer("num_attention_heads")
+        return self.fields.integer("head_dim", self.fields.integer("hidden_size") // heads)
+
+    def _rope_divisors(self) -> list[float]:
+        tensor = self._tensors.get("rope_freqs.weight")
+        if tensor is None:
+            return []
+        return [float(each) for each in _dequantize(np.asarray(tensor.data), tensor.tensor_type)]
 
 
-def _name_map(path: str, architecture: str, layers_count: int) -> gguf.TensorNameMap:
-    for model, name in gguf.MODEL_ARCH_NAMES.items():
-        if name == architecture:
-            return gguf.get_tensor_name_map(model, layers_count)
-    raise ModelError(f"{path}: unknown architecture {architecture!r}")
-
-
-def _dequantize(data: npt.NDArray[Any], kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.float32]:
-    """data [rows, bytes] -> [rows, columns]; a plain float32 tensor is returned as it is.
+def _dequantize(
+    data: npt.NDArray[Any], kind: gguf.GGMLQuantizationType, columns: range | None = None
+) -> npt.NDArray[np.float32]:
+    """data [rows, bytes] or floats -> [rows, columns]; plain float32 is returned as it is.
 
     gguf works on 16 rows at a time. Rows are whole quantization blocks, so several are joined to
     one long row first: half the time for a model with short rows.
     """
-    if data.ndim == 1:
-        rows_joined = 1
-    else:
-        rows_joined = next(joined for joined in (8, 4, 2, 1) if data.shape[0] % joined == 0)
-        data = data.reshape(data.shape[0] // rows_joined, -1)
+    block_columns, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    first = 0
+    if columns is not None:
+        first = columns.start // block_columns
+        items = block_bytes // data.itemsize
+        data = data[:, first * items : -(-columns.stop // block_columns) * items]
+    rows = data.shape[0] if data.ndim > 1 else 1
+    rows_joined = next(joined for joined in (8, 4, 2, 1) if rows % joined == 0)
+    if rows_joined > 1:
+        data = data.reshape(rows // rows_joined, -1)
     values: npt.NDArray[np.float32] = gguf.quants.dequantize(data, kind)
     if rows_joined > 1:
-        values = values.reshape(values.shape[0] * rows_joined, -1)
+        values = values.reshape(rows, -1)
+    if columns is not None:
+        start = columns.start - first * block_columns
+        values = values[:, start : start + len(columns)]
     return values.astype(np.float32, copy=False)
 
 
 def _is_rotated(name: str) -> bool:
-    return name.endswith(("q_proj.weight", "k_proj.weight"))
+    return name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias"))
 
 
 def _halves_from_pairs(values: npt.NDArray[np.float32], head_size: int) -> npt.NDArray[np.float32]:
     """Undoes the converter's order of rows within a head: pairs (i, i + d/2) stood side by side."""
-    rows, columns = values.shape
-    assert rows % head_size == 0, "query and key rows are read by whole heads"
-    paired = values.reshape(rows // head_size, head_size // 2, 2, columns)
-    halves: npt.NDArray[np.float32] = paired.swapaxes(1, 2).reshape(rows, columns)
+    assert values.shape[0] % head_size == 0, "query and key rows are read by whole heads"
+    paired = values.reshape(-1, head_size // 2, 2, *values.shape[1:])
+    halves: npt.NDArray[np.float32] = paired.swapaxes(1, 2).reshape(values.shape)
     return halves

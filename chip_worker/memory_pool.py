@@ -1,6 +1,4 @@
-"""How many KV blocks a chip holds: as configured, or what slots can need and memory allows."""
-
-from dataclasses import dataclass
+"""How many KV blocks a chip holds: as configured, or what its group wants and memory allows."""
 
 from backends.errors import OutOfMemory
 from backends.interface import BackendRuntime, Device, KVSpec, MemoryPool
@@ -9,27 +7,19 @@ from chip_worker.config import WorkerConfig
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class KVDemand:
-    """The most a formation can use: every slot with a full context."""
-
-    slots: int
-    context_tokens: int
-
-    def blocks(self, block_tokens: int) -> int:
-        """Blocks of this demand."""
-        return self.slots * -(-self.context_tokens // block_tokens)
-
-
 def open_memory_pool(
-    config: WorkerConfig, runtime: BackendRuntime, device: Device, spec: KVSpec, demand: KVDemand
+    config: WorkerConfig,
+    runtime: BackendRuntime,
+    device: Device,
+    spec: KVSpec,
+    blocks_wanted: int,
 ) -> MemoryPool:
     """The pool of an epoch; the caller closes it. Raises OutOfMemory naming the remedy."""
     if config.kv_blocks is not None:
         return runtime.create_memory_pool(device, spec, config.kv_blocks)
     block_bytes = runtime.kv_layout(spec).block_bytes
     free_bytes = device.memory_info().free_bytes
-    capacity = default_capacity(config, demand.blocks(spec.block_tokens), block_bytes, free_bytes)
+    capacity = default_capacity(config, blocks_wanted, block_bytes, free_bytes)
     return runtime.create_memory_pool(device, spec, capacity)
 
 

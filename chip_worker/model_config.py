@@ -1,23 +1,51 @@
-"""What a checkpoint says about its model, in one vocabulary for every file format."""
+"""What a checkpoint says about its model, in one vocabulary for every file format.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+File formats bring `ConfigFields`, named as config.json names them; an architecture makes of them a
+`ModelConfig`, see `chip_worker.models.configuration`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from chip_worker.errors import ModelError
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding; `kind` is "default" or the name of a scaling scheme."""
+    """Rotary position embedding; `kind` is "default" or the name of a scaling scheme.
+
+    factor: how many times longer the context became. original_tokens: the context the model was
+    trained with. llama3: low_frequency and high_frequency bound what is scaled; divisors: of every
+    frequency, where the file has them instead. yarn: beta_fast and beta_slow bound what is scaled,
+    in whole dimensions if truncated; attention_factor multiplies cosines and sines; None follows
+    from the factor.
+    """
 
     kind: str
     base: float
     rotary_size: int
+    factor: float = 1.0
+    original_tokens: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    divisors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncated: bool = True
+    attention_factor: float | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of a decoder-only model."""
+    """Sizes and constants of a decoder-only model.
+
+    window_rope: rotary embedding of layers with a window, where it differs. layer_windows: of each
+    layer the tokens it sees, 0 for all; empty: all see all. attention_scale: of the scores; None is
+    head_size ** -0.5. output_norms: what attention and MLP give is normed before it is added.
+    Soft caps: 0 for none. norm_offset: what the checkpoint's norm weights lack. The sum is made in
+    float32, but kept in the chip's dtype, which loses what is fine about weights near 0: with 1.0
+    in bfloat16 they come in steps of 1/128 (1/256 where they are negative).
+    """
 
     architecture: str
     layers_count: int
@@ -32,130 +60,144 @@ class ModelConfig:
     rope: RopeConfig
     tied_embeddings: bool
     activation: str = "silu"
-    attention_bias: bool = False
+    query_key_value_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
+    query_key_norm: bool = False
+    output_norms: bool = False
+    window_rope: RopeConfig | None = None
+    layer_windows: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ModelError where the sizes contradict each other."""
-        for name in ("layers_count", "hidden_size", "intermediate_size", "query_heads", "kv_heads"):
+        for name in (
+            "layers_count",
+            "hidden_size",
+            "intermediate_size",
+            "query_heads",
+            "kv_heads",
+            "head_size",
+            "vocabulary_size",
+            "context_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            if getattr(self, name) < 0:
+                raise ModelError(f"{name} is {getattr(self, name)}; it must not be below 0")
+        if self.head_size % 2:
+            raise ModelError(f"head_size is {self.head_size}; rotary embedding needs an even one")
         if self.query_heads % self.kv_heads:
             raise ModelError(
                 f"{self.query_heads} query heads cannot share {self.kv_heads} key/value heads"
             )
+        if self.layer_windows and len(self.layer_windows) != self.layers_count:
+            raise ModelError(
+                f"windows of {len(self.layer_windows)} layers for {self.layers_count} layers"
+            )
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
 
 
-class _Fields:
-    """Typed look-up in a configuration; an absent or mistyped field is a ModelError naming it."""
+@dataclass(frozen=True)
+class ConfigFields:
+    """Typed look-up by the names of config.json; an absent or mistyped field is a ModelError.
 
-    def __init__(self, source: str, values: Mapping[str, object], prefix: str = "") -> None:
-        self._source = source
-        self._values = values
-        self._prefix = prefix
+    A field that is null counts as absent. file_names: what the file calls a field, where that
+    differs, for messages. from_gguf: then an architecture's defaults for config.json do not hold,
+    and norm weights are what is multiplied, whatever its own checkpoints keep.
+    """
+
+    source: str
+    values: Mapping[str, object]
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    from_gguf: bool = False
+
+    def filled(self, defaults: Mapping[str, object]) -> "ConfigFields":
+        """The same, where an absent field (null is not absent here) has these defaults."""
+        return replace(self, values={**defaults, **self.values})
+
+    def has(self, name: str) -> bool:
+        """True if the field is there and not null."""
+        return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """An integer."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(f"{self._source}: {self._prefix}{name} is {value!r}, not an integer")
+            raise self.wrong(name, "not an integer")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
+        """An integer or float."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self._source}: {self._prefix}{name} is {value!r}, not a number")
+            raise self.wrong(name, "not a number")
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
         value = self._value(name, default)
         if not isinstance(value, str):
-            raise ModelError(f"{self._source}: {self._prefix}{name} is {value!r}, not a text")
+            raise self.wrong(name, "not a text")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self._value(name, default))
-
-    def mapping(self, name: str) -> Mapping[str, object]:
-        value = self._values.get(self._prefix + name) or {}
-        if not isinstance(value, Mapping):
-            raise ModelError(f"{self._source}: {self._prefix}{name} is {value!r}, not an object")
+        """A boolean."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "neither true nor false")
         return value
 
+    def nested(self, name: str) -> "ConfigFields":
+        """The fields of an object; none of them if it is absent."""
+        value = self.values.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "not an object")
+        start = f"{name}."
+        names = {
+            each.removeprefix(start): shown
+            for each, shown in self.file_names.items()
+            if each.startswith(start)
+        }
+        return replace(self, values=value, file_names=names, prefix=f"{self.prefix}{start}")
+
+    def items(self, name: str) -> tuple[object, ...]:
+        """The elements of a list; none if it is absent."""
+        value = self.values.get(name) or ()
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise self.wrong(name, "not a list")
+        return tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """The elements of a list of numbers; none if it is absent."""
+        found = []
+        for each in self.items(name):
+            if not isinstance(each, int | float):
+                raise self.wrong(name, "not a list of numbers")
+            found.append(float(each))
+        return tuple(found)
+
+    def wrong(self, name: str, why: str) -> ModelError:
+        """An error that shows field and value."""
+        return ModelError(f"{self.source}: {self._shown(name)} is {self.values[name]!r}, {why}")
+
     def _value(self, name: str, default: object) -> object:
-        value = self._values.get(self._prefix + name)
+        value = self.values.get(name)
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self._source}: field {self._prefix}{name} is missing")
+            raise ModelError(f"{self.source}: field {self._shown(name)} is missing")
         return value
 
-
-def config_from_hugging_face(source: str, values: Mapping[str, object]) -> ModelConfig:
-    """The model that a config.json describes. Raises ModelError naming source and field."""
-    fields = _Fields(source, values)
-    query_heads = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
-    head_size = fields.integer("head_dim", hidden_size // query_heads)
-    # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
-    rope_values = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
-    rope = _Fields(source, rope_values)
-    base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    return ModelConfig(
-        architecture=fields.text("model_type"),
-        layers_count=fields.integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        query_heads=query_heads,
-        kv_heads=fields.integer("num_key_value_heads", query_heads),
-        head_size=head_size,
-        vocabulary_size=fields.integer("vocab_size"),
-        context_tokens=fields.integer("max_position_embeddings"),
-        norm_epsilon=fields.number("rms_norm_eps"),
-        rope=RopeConfig(
-            kind=rope.text("rope_type", rope.text("type", "default")),
-            base=base,
-            rotary_size=int(head_size * partial),
-        ),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-        activation=fields.text("hidden_act", "silu"),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
-    )
-
-
-def config_from_gguf(
-    source: str, values: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
-) -> ModelConfig:
-    """The model of GGUF metadata and tensor table. Raises ModelError naming the field."""
-    architecture = _Fields(source, values).text("general.architecture")
-    fields = _Fields(source, values, f"{architecture}.")
-    query_heads = fields.integer("attention.head_count")
-    hidden_size = fields.integer("embedding_length")
-    head_size = fields.integer("attention.key_length", hidden_size // query_heads)
-    embedding_shape = shapes.get("token_embd.weight")
-    if embedding_shape is None:
-        raise ModelError(f"{source}: tensor token_embd.weight is missing")
-    kind = fields.text("rope.scaling.type", "none")
-    if "rope_freqs.weight" in shapes:
-        kind = "llama3"
-    return ModelConfig(
-        architecture=architecture,
-        layers_count=fields.integer("block_count"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("feed_forward_length"),
-        query_heads=query_heads,
-        kv_heads=fields.integer("attention.head_count_kv", query_heads),
-        head_size=head_size,
-        vocabulary_size=fields.integer("vocab_size", embedding_shape[0]),
-        context_tokens=fields.integer("context_length"),
-        norm_epsilon=fields.number("attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(
-            kind="default" if kind == "none" else kind,
-            base=fields.number("rope.freq_base", 10000.0),
-            rotary_size=fields.integer("rope.dimension_count", head_size),
-        ),
-        tied_embeddings="output.weight" not in shapes,
-        attention_bias="blk.0.attn_q.bias" in shapes,
-        mlp_bias="blk.0.ffn_up.bias" in shapes,
-    )
+    def _shown(self, name: str) -> str:
+        return self.file_names.get(name, f"{self.prefix}{name}")

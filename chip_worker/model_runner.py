@@ -20,13 +20,13 @@ GATHER_OPERATION = "embedding"
 class StepBatch:
     """The tokens of a step, all rows one after the other.
 
-    ids, positions: [T] int64 on the host. sampled_tokens: places in T of the last token of every
-    sampled row, ascending.
+    ids, positions: [T] int64 on the host. rows: of every KV group. sampled_tokens: places in T of
+    the last token of every sampled row, ascending.
     """
 
     ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    rows: BatchRows
+    rows: tuple[BatchRows, ...]
     sampled_tokens: tuple[int, ...]
 
 
@@ -41,12 +41,22 @@ def build_batch(rows: Sequence[PlannedRow]) -> StepBatch:
     return StepBatch(
         ids=np.concatenate([row.slot.tokens[row.start : row.stop] for row in rows]),
         positions=np.concatenate([np.arange(row.start, row.stop) for row in rows]),
-        rows=BatchRows(
-            query_starts=tuple(query_starts),
-            context_starts=tuple(row.start for row in rows),
-            block_tables=tuple(row.slot.block_ids for row in rows),
-        ),
+        rows=_group_rows(rows, tuple(query_starts)),
         sampled_tokens=tuple(sampled_tokens),
+    )
+
+
+def _group_rows(rows: Sequence[PlannedRow], query_starts: tuple[int, ...]) -> tuple[BatchRows, ...]:
+    """The same tokens in the block tables of one KV group after the other."""
+    context_starts = tuple(row.start for row in rows)
+    return tuple(
+        BatchRows(
+            query_starts,
+            context_starts,
+            block_tables=tuple(table.block_ids for table in tables),
+            table_starts=tuple(table.start for table in tables),
+        )
+        for tables in zip(*(row.slot.tables for row in rows), strict=True)
     )
 
 
@@ -78,7 +88,8 @@ class ModelRunner:
         """
         tokens = torch.from_numpy(np.stack((batch.ids, batch.positions)))
         placed = self._memory.place(GATHER_OPERATION, tokens)
-        return self._model.forward(placed[0], placed[1], self._pool.bind(batch.rows))
+        caches = [self._pool.bind(rows) for rows in batch.rows]
+        return self._model.forward(placed[0], placed[1], caches)
 
     def logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor | None:
         """The float32 logits [R, V] of R tokens, given by their ascending places in `hidden`.
@@ -92,7 +103,7 @@ class ModelRunner:
         if len(places) < hidden.shape[0]:
             # Only these rows go through the LM head, the largest matrix of small models.
             chosen = self._memory.place("logits", torch.tensor(places, dtype=torch.int64))
-            hidden = self._gather(chosen, hidden, 0)
+            hidden = self._gather(chosen, hidden, 0, 1.0)
         logits = self._model.logits(hidden)
         # Here and nowhere else: whoever draws, lists or scores sees no others.
         return None if logits is None else logits[:, : self._vocabulary_tokens]

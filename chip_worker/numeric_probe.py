@@ -14,9 +14,10 @@ import torch
 
 from backends.interface import BackendRuntime, KernelTable, MemoryPool
 from chip_worker.batch import FormGroup
-from chip_worker.models.layers import rotary_table
+from chip_worker.models.layers import activation_operation
+from chip_worker.models.rope import rotary_table
 from chip_worker.numeric_check import NumericCheck, Operand, compared_rows
-from chip_worker.numeric_step_probe import probe_attention, probe_sampling
+from chip_worker.numeric_step_probe import VOCABULARY_MAX, probe_attention, probe_sampling
 from chip_worker.shard_loader import LoadedShard
 from chip_worker.step_memory import StepMemory
 
@@ -57,6 +58,8 @@ def probe_numerics(
         memory.end()
     for rows in _batch_sizes(min(rows_max, LOGIT_ROWS_MAX)):
         probe.logits(rows)
+        if loaded.config.logit_soft_cap:
+            probe.soft_cap(rows, loaded.config.logit_soft_cap)
         memory.end()
     vocabulary = form.vocabulary_tokens or loaded.config.vocabulary_size
     for rows in _batch_sizes(form.slots):
@@ -86,9 +89,21 @@ class _WeightProbe:
                 layer.mlp.down,
             )
         ]
-        bias = layer.attention.query_key_value_bias
-        self._biases = [None if bias is None else check.weight(bias), None, None, None]
+        self._biases = [
+            None if each is None else check.weight(each)
+            for each in (
+                layer.attention.query_key_value_bias,
+                layer.attention.output_bias,
+                layer.mlp.gate_up_bias,
+                layer.mlp.down_bias,
+            )
+        ]
         self._norm = check.weight(layer.attention_norm)
+        self._head_norms = [
+            check.weight(each)
+            for each in (layer.attention.query_norm, layer.attention.key_norm)
+            if each is not None
+        ]
         self._sampled_head = self._sample_head()
 
     def rows_alone(self, rows: int, positions_max: int) -> None:
@@ -102,14 +117,24 @@ class _WeightProbe:
         for matrix, bias in zip(self._matrices, self._biases, strict=True):
             x = check.random(rows, matrix.on_chip.shape[1])
             check.rows("linear", (x,), matrix, bias, None)
-        shard = self._loaded.shard
-        heads = check.random(rows, len(shard.query_heads) + len(shard.kv_heads), config.head_size)
-        table = rotary_table(config.rope, config.head_size, positions_max)
+        self._heads(rows, positions_max)
+        gate_up = check.random(rows, 2 * len(self._loaded.shard.intermediate))
+        check.rows(activation_operation(config.activation), (gate_up,))
+
+    def _heads(self, rows: int, positions_max: int) -> None:
+        """What is done to the heads of queries and keys: norms of their own, rotation."""
+        check, config, shard = self._check, self._loaded.config, self._loaded.shard
+        counts = len(shard.query_heads), len(shard.kv_heads)
+        for norm, count in zip(self._head_norms, counts, strict=False):
+            heads = check.random(rows, count, config.head_size)
+            check.rows("rms_norm", (heads,), norm, config.norm_epsilon)
+        heads = check.random(rows, sum(counts), config.head_size)
         positions = torch.randint(positions_max, (rows,), generator=check.generator)
         positions[-1] = positions_max - 1
-        placed = check.memory.place("rotary", table)
-        check.rows("rotary", (heads, positions), Operand(placed, table))
-        check.rows("silu_mul", (check.random(rows, 2 * len(shard.intermediate)),))
+        for rope in dict.fromkeys((config.rope, config.window_rope or config.rope)):
+            table = rotary_table(rope, config.head_size, positions_max)
+            placed = check.memory.place("rotary", table)
+            check.rows("rotary", (heads, positions), Operand(placed, table))
 
     def _embedding(self, rows: int) -> None:
         """First and last row of this shard, others, and ids of the other ranks."""
@@ -118,7 +143,8 @@ class _WeightProbe:
         size = self._loaded.config.vocabulary_size
         ids = torch.randint(size, (rows,), generator=check.generator)
         ids[0], ids[rows // 2] = held[0], held[-1]
-        found = check.call("embedding", ids, Operand(weight, None), held.start)
+        scale = self._loaded.config.embedding_scale
+        found = check.call("embedding", ids, Operand(weight, None), held.start, scale)
         compared = compared_rows(rows)
         local = [int(ids[row]) - held.start for row in compared]
         table = torch.cat([check.to_host(weight[each % len(held)][None]).float() for each in local])
@@ -126,7 +152,7 @@ class _WeightProbe:
         places = [
             place if 0 <= each < len(held) else len(local) for place, each in enumerate(local)
         ]
-        expected = check.runtime.fallback("embedding", torch.tensor(places), table, 0)
+        expected = check.runtime.fallback("embedding", torch.tensor(places), table, 0, scale)
         check.same_rows("embedding", rows, found, expected, compared)
 
     def _sample_head(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,6 +187,12 @@ class _WeightProbe:
         slack = 1e-3 * expected.norm(dim=1) / expected.shape[1] ** 0.5
         if bool((claimed < expected.max(dim=1).values - slack).any()):
             raise check.failed("logits", rows, "its largest logit is not the reference's")
+
+    def soft_cap(self, rows: int, cap: float) -> None:
+        """Logits far below the cap, near it, and beyond."""
+        check = self._check
+        width = min(self._loaded.config.vocabulary_size, VOCABULARY_MAX)
+        check.rows("soft_cap", (cap * check.random(rows, width).float(),), cap)
 
     def _beyond_range(self, found: torch.Tensor, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """Tokens whose logits leave the range of float32 by their weights, in the reference too.

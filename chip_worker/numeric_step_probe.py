@@ -23,24 +23,15 @@ def probe_attention(
 ) -> None:
     """A prefill of rows of uneven length, then a decode step, in the first and the last layer.
 
-    Nothing is done where the pool has fewer blocks than there are rows. Raises ProbeFailed.
+    For every window that layers have: the first row then begins with more tokens held than it
+    sees, unless pool or context end before. Nothing is done where the pool has fewer blocks than
+    there are rows. Raises ProbeFailed.
     """
-    block_tokens = pool.spec.block_tokens
-    row_blocks = min(3, pool.capacity // rows)
-    held = min(row_blocks * block_tokens, context_tokens, check.rows_max // rows)
-    if held < 1:
-        return
-    lengths = [1 + (7 * row + block_tokens + 1) % max(1, held - 1) for row in range(rows)]
     # All there are: only so the last one is among them.
     blocks = pool.allocate(pool.capacity)
-    tables = [
-        [blocks[-1 - row - rows * block] for block in range(row_blocks)] for row in range(rows)
-    ]
-    history = _History(check, pool, loaded, tables)
     try:
-        history.step(lengths)
-        if held > 1:
-            history.step([1] * rows)
+        for window in sorted(set(loaded.kv_groups.windows)):
+            _probe_window(check, pool, loaded, blocks, rows, context_tokens, window)
     except ProbeFailed as error:
         writing = check.kernels.choices["write_kv"].implementation
         raise ProbeFailed(
@@ -48,6 +39,38 @@ def probe_attention(
         ) from error
     finally:
         pool.release(blocks)
+
+
+def _probe_window(
+    check: NumericCheck,
+    pool: MemoryPool,
+    loaded: LoadedShard,
+    blocks: list[int],
+    rows: int,
+    context_tokens: int,
+    window: int,
+) -> None:
+    block_tokens = pool.spec.block_tokens
+    row_blocks = min(3, len(blocks) // rows)
+    held = min(row_blocks * block_tokens, context_tokens, check.rows_max // rows)
+    if held < 1:
+        return
+    lengths = [1 + (7 * row + block_tokens + 1) % max(1, held - 1) for row in range(rows)]
+    tables = [
+        [blocks[-1 - row - rows * block] for block in range(row_blocks)] for row in range(rows)
+    ]
+    history = _History(check, pool, loaded, tables, window)
+    # As if its first block had been dropped: then its places are not its positions.
+    start = block_tokens
+    tokens = window + lengths[0] + 1
+    more = blocks[: max(0, -(-tokens // block_tokens) - row_blocks)]
+    room = len(blocks) - rows * row_blocks
+    if window and len(more) <= room and start + tokens <= context_tokens:
+        tables[0] += more
+        history.hold(start, window)
+    history.step(lengths)
+    if held > 1:
+        history.step([1] * rows)
 
 
 class _History:
@@ -59,15 +82,43 @@ class _History:
         pool: MemoryPool,
         loaded: LoadedShard,
         tables: list[list[int]],
+        window: int,
     ) -> None:
+        config, self._shard = loaded.config, loaded.shard
         self._check = check
         self._pool = pool
-        self._shard = loaded.shard
-        self._head_size = loaded.config.head_size
-        self._layers = sorted({0, loaded.config.layers_count - 1})
         self._tables = tables
+        self._window = window
+        self._head_size = config.head_size
+        self._scale = config.score_scale
+        self._soft_cap = config.attention_soft_cap
+        self._layers = sorted({0, pool.spec.layers - 1})
+        self._starts = [0] * len(tables)
         empty = torch.empty(0, len(self._shard.kv_heads), self._head_size)
         self._held = {layer: [(empty, empty)] * len(tables) for layer in self._layers}
+
+    def hold(self, start: int, count: int) -> None:
+        """Row 0 begins with so many tokens from position `start` on."""
+        self._starts[0] = start
+        check, shape = self._check, (len(self._shard.kv_heads), self._head_size)
+        for first in range(0, count, check.rows_max):
+            tokens = min(check.rows_max, count - first)
+            rows = BatchRows((0, tokens), (start + first,), (self._tables[0],), (start,))
+            cache = self._pool.bind(rows)
+            for layer, held in self._held.items():
+                written = [check.random(tokens, *shape) for _ in range(2)]
+                # One place for all pieces: a window may be longer than any step.
+                placed = [
+                    check.memory.buffer("attention", each.shape, each.dtype, part)
+                    for part, each in enumerate(written)
+                ]
+                for each, target in zip(written, placed, strict=True):
+                    check.memory.device.copy(each, target)
+                check.kernels.dispatch("write_kv", cache, layer, *placed)
+                keys, values = (
+                    torch.cat((old, new.float())) for old, new in zip(held[0], written, strict=True)
+                )
+                held[0] = keys, values
 
     def step(self, lengths: list[int]) -> None:
         """Writes and attends so many tokens of every row."""
@@ -75,11 +126,12 @@ class _History:
         for length in lengths:
             starts.append(starts[-1] + length)
         held = self._held[0]
+        contexts = [start + len(keys) for start, (keys, _) in zip(self._starts, held, strict=True)]
         cache = self._pool.bind(
-            BatchRows(tuple(starts), tuple(len(keys) for keys, _ in held), tuple(self._tables))
+            BatchRows(tuple(starts), tuple(contexts), tuple(self._tables), tuple(self._starts))
         )
         query_heads, kv_heads = len(self._shard.query_heads), len(self._shard.kv_heads)
-        check, scale = self._check, self._head_size**-0.5
+        check = self._check
         projected = {
             layer: check.random(starts[-1], query_heads + 2 * kv_heads, self._head_size)
             for layer in self._layers
@@ -91,10 +143,9 @@ class _History:
             query, key, value = torch.split(check.memory.place("attention", values), heads, dim=1)
             check.kernels.dispatch("write_kv", cache, layer, key, value)
             queries[layer] = query
+        rest = (self._shard.q_to_kv, self._scale, self._window, self._soft_cap)
         for layer, query in queries.items():
-            found = check.kernels.dispatch(
-                "attention", cache, layer, query, self._shard.q_to_kv, scale
-            )
+            found = check.kernels.dispatch("attention", cache, layer, query, *rest)
             expected = self._expected(
                 layer, torch.split(projected[layer].float(), heads, dim=1), starts
             )
@@ -115,10 +166,15 @@ class _History:
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """softmax(q k^T / sqrt(d)) v, causal: the query's tokens are the last of the keys'."""
+        """softmax(scale * q k^T) v, causal: the query's tokens are the last of the keys'."""
         heads = list(self._shard.q_to_kv)
-        scores = torch.einsum("qhd,lhd->hql", query, keys[:, heads]) * self._head_size**-0.5
-        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(len(keys) - len(query) + 1)
+        scores = torch.einsum("qhd,lhd->hql", query, keys[:, heads]) * self._scale
+        if self._soft_cap:
+            scores = self._soft_cap * torch.tanh(scores / self._soft_cap)
+        before = len(keys) - len(query)
+        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(before + 1)
+        if self._window:
+            unseen |= torch.ones_like(unseen).tril(before - self._window)
         weights = scores.masked_fill(unseen, float("-inf")).softmax(dim=-1)
         return torch.einsum("hql,lhd->qhd", weights, values[:, heads])
 

@@ -12,7 +12,8 @@ from chip_worker.config import WorkerConfig
 from chip_worker.errors import WorkerError
 from chip_worker.inbox import Inbox, InboxFull
 from chip_worker.outbox import MESSAGES_MAX, Outbox
-from chip_worker.wire import Identity, MalformedMessage, decode_command, encode_hello
+from chip_worker.step_wire import MalformedMessage
+from chip_worker.wire import Identity, decode_command, encode_hello
 from protos import worker_pb2, worker_pb2_grpc
 
 ATTACH_TIMEOUT_S = 5.0
@@ -130,7 +131,8 @@ class PlaneStream:
             if not isinstance(message, worker_pb2.AttachResponse):
                 return await _end_of(self._call)
             try:
-                self._inbox.offer(decode_command(message, monotonic_ns()))
+                kv_groups_count = len(self._identity.kv_windows)
+                self._inbox.offer(decode_command(message, monotonic_ns(), kv_groups_count))
             except (MalformedMessage, InboxFull) as error:
                 return StreamEnded(str(error))
 

@@ -109,6 +109,11 @@ class Session:
         return self._loader.fingerprint()
 
     @property
+    def kv_windows(self) -> tuple[int, ...]:
+        """Of every KV group of the model the tokens its layers see, 0 for all."""
+        return self._loader.kv_groups.windows
+
+    @property
     def dtype_name(self) -> str:
         """The dtype the model is computed in, such as "float32"."""
         return str(self._dtype).removeprefix("torch.")

@@ -7,8 +7,9 @@ import torch
 from backends.interface import Device
 from backends.plugin import ModelLoadPlan
 from chip_worker.checkpoint import ModelFingerprint
+from chip_worker.kv_groups import KVGroups, model_kv_groups
 from chip_worker.model_config import ModelConfig
-from chip_worker.models.layers import DecoderWeights
+from chip_worker.models.decoder_weights import DecoderWeights
 from chip_worker.models.model import Model
 from chip_worker.models.registry import find_model
 from chip_worker.tensor_parallel import ShardPlan, plan_shard
@@ -26,6 +27,11 @@ class LoadedShard:
     dtype: torch.dtype
 
     @property
+    def kv_groups(self) -> KVGroups:
+        """Which layers of the model share block tables."""
+        return model_kv_groups(self.config)
+
+    @property
     def dtype_name(self) -> str:
         """Such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
@@ -35,24 +41,28 @@ class ShardLoader:
     """The open checkpoint and at most one shard of it on the chip."""
 
     def __init__(self, model_path: str) -> None:
-        """Opens the checkpoint, reads no weights. Raises ModelError."""
+        """Opens the checkpoint and checks its tensors, loads none. Raises ModelError."""
         self._checkpoint = open_checkpoint(model_path)
-        self._model = find_model(self._checkpoint.config)
+        self._model, self._config = find_model(self._checkpoint)
         self._loaded: LoadedShard | None = None
 
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model."""
-        return self._checkpoint.fingerprint()
+        return self._checkpoint.fingerprint(self._config)
+
+    @property
+    def kv_groups(self) -> KVGroups:
+        """Which layers of the model share block tables."""
+        return model_kv_groups(self._config)
 
     def plan(self, rank: int, world_size: int, kv_policy: str) -> ShardPlan:
         """The shard of a rank. Raises ModelError naming the sizes that work."""
-        return plan_shard(self._checkpoint.config, rank, world_size, kv_policy)
+        return plan_shard(self._config, rank, world_size, kv_policy)
 
     def load_plan(self, shard: ShardPlan, dtype: torch.dtype) -> ModelLoadPlan:
         """What loading the shard in `dtype` will take, for the backend."""
-        config = self._checkpoint.config
-        weight_bytes = self._model.weight_elements(config, shard) * dtype.itemsize
-        return ModelLoadPlan(config.architecture, weight_bytes, shard.rank, shard.world_size)
+        weight_bytes = self._model.weight_elements(self._config, shard) * dtype.itemsize
+        return ModelLoadPlan(self._config.architecture, weight_bytes, shard.rank, shard.world_size)
 
     @property
     def loaded(self) -> LoadedShard:
@@ -69,8 +79,9 @@ class ShardLoader:
             return
         # Dropped first: two shards may not fit the chip.
         self._loaded = None
-        weights = self._model.load(ShardReader(self._checkpoint, device, dtype, shard))
-        self._loaded = LoadedShard(self._model, self._checkpoint.config, shard, weights, dtype)
+        reader = ShardReader(self._checkpoint, device, dtype)
+        weights = self._model.load(self._config, shard, reader)
+        self._loaded = LoadedShard(self._model, self._config, shard, weights, dtype)
 
     def close(self) -> None:
         """Forgets the shard and closes the checkpoint."""

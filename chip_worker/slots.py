@@ -2,7 +2,8 @@
 
     tokens   [ cached | computed ...... | known, not computed ]      ids, prompt and output
              0                       length                known
-    blocks   [ b0 ][ b1 ][ b2 ] ...   logical blocks that hold the first `length` tokens and more
+    tables   [ b0 ][ b1 ][ b2 ] ...   of each KV group: logical blocks that hold the first `length`
+                                      tokens and more, less what lies behind the group's window
 
 The tables follow the control plane exactly: every change is checked, and one that does not fit
 raises DivergedError. After that the epoch is over, so nothing is undone.
@@ -11,15 +12,13 @@ raises DivergedError. After that the epoch is over, so nothing is undone.
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from chip_worker.batch import Admission, RowWants, SlotSampling, Step, StepRow
+from chip_worker.block_tables import BlockPool, BlockTable, BlockTableChanges
 from chip_worker.errors import DivergedError
-
-_NO_BLOCK = 0xFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class Slot:
     known: int
     output_start: int
     length: int
-    block_ids: list[int]
+    tables: list[BlockTable]
     sampling: SlotSampling
     wants: RowWants
 
@@ -57,32 +56,11 @@ class PlannedRow:
         return range(self.start + 1, min(self.stop, prompt_count - 1) + 1)
 
 
-class BlockPool(Protocol):
-    """What the tables need of the KV pool: to say which blocks their slots hold."""
-
-    @property
-    def capacity(self) -> int:
-        """Blocks are 0 .. capacity - 1."""
-
-    @property
-    def referenced_count(self) -> int:
-        """Blocks with a reference."""
-
-    def references(self, block: int) -> int:
-        """How many slots hold a block."""
-
-    def retain(self, blocks: Sequence[int]) -> None:
-        """A slot holds these blocks."""
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """It holds them no more."""
-
-
 class SlotTables:
     """All slots of one epoch; `end` ends it.
 
     context_tokens: most tokens whose KV a slot may hold; row_tokens_max: most tokens of all rows of
-    a step; pool: its references follow the slots.
+    a step; pool: its references follow the slots; kv_windows: of each KV group, 0 for none.
     """
 
     def __init__(
@@ -92,9 +70,10 @@ class SlotTables:
         block_tokens: int,
         pool: BlockPool,
         row_tokens_max: int,
+        kv_windows: Sequence[int] = (0,),
     ) -> None:
         self._context_tokens = context_tokens
-        self._block_tokens = block_tokens
+        self._blocks = BlockTableChanges(block_tokens, kv_windows, pool)
         self._pool = pool
         self._row_tokens_max = row_tokens_max
         self._slots: list[Slot | None] = [None] * slots_count
@@ -102,23 +81,24 @@ class SlotTables:
         self._tokens = np.zeros((slots_count, context_tokens + 1), dtype=np.int64)
 
     def apply(self, step: Step) -> list[PlannedRow]:
-        """Applies releases, admissions, extensions, blocks and rows, in this order.
+        """Applies releases, admissions, extensions, drops, blocks and rows, in this order.
 
         Lengths count the step's tokens from here on. Raises DivergedError at the first change that
         does not fit, and if the digest after the step is not the step's.
         """
         for slot_index in step.releases:
-            self._pool.release(self._occupied(slot_index, "release").block_ids)
+            self._blocks.release(self._occupied(slot_index, "release").tables)
             self._slots[slot_index] = None
         for admission in step.admissions:
             self._admit(admission)
         for slot_index, token_ids in step.extensions:
             self._extend(slot_index, token_ids)
-        for slot_index, block_id in step.new_blocks:
+        for slot_index, kv_group, count in step.drops:
+            slot = self._occupied(slot_index, "drop")
+            self._blocks.drop(slot_index, slot.tables, kv_group, count, slot.length)
+        for slot_index, kv_group, block_id in step.new_blocks:
             slot = self._occupied(slot_index, "new block")
-            self._check_block(slot_index, block_id)
-            self._pool.retain((block_id,))
-            slot.block_ids.append(block_id)
+            self._blocks.append(slot_index, slot.tables, kv_group, block_id)
         rows = self._plan_rows(step.rows)
         if step.digest is not None:
             digest = self.digest()
@@ -141,21 +121,17 @@ class SlotTables:
         """Called once, last: no slot holds a block any more, and the pool must know of no other."""
         for slot in self._slots:
             if slot is not None:
-                self._pool.release(slot.block_ids)
+                self._blocks.release(slot.tables)
         left_count = self._pool.referenced_count
         assert not left_count, f"{left_count} KV blocks are held by no slot, but not released"
 
     def digest(self) -> int:
-        """CRC-32 over (slot, length, blocks, last block) of every occupied slot, ascending."""
+        """CRC-32 over (slot, length, blocks, last block): slots, then KV groups, ascending."""
         quadruples = [
-            (
-                index,
-                slot.length,
-                len(slot.block_ids),
-                slot.block_ids[-1] if slot.block_ids else _NO_BLOCK,
-            )
+            (index, slot.length, len(table.block_ids), table.last_block)
             for index, slot in enumerate(self._slots)
             if slot is not None
+            for table in slot.tables
         ]
         return zlib.crc32(np.array(quadruples, dtype="<u4").tobytes())
 
@@ -171,21 +147,12 @@ class SlotTables:
             raise DivergedError(f"admission to slot {index} of {len(self._slots)}")
         if self._slots[index] is not None:
             raise DivergedError(f"admission to slot {index}, which holds a request")
-        cached = admission.cached_count
-        if not 0 <= cached <= len(admission.block_ids) * self._block_tokens:
-            raise DivergedError(
-                f"admission to slot {index}: {cached} cached tokens in "
-                f"{len(admission.block_ids)} blocks of {self._block_tokens}"
-            )
-        for block_id in admission.block_ids:
-            self._check_block(index, block_id)
-        self._pool.retain(admission.block_ids)
         self._slots[index] = Slot(
             tokens=self._tokens[index],
             known=0,
             output_start=admission.output_start,
-            length=cached,
-            block_ids=list(admission.block_ids),
+            length=admission.cached_count,
+            tables=self._blocks.admit(index, admission.cached_count, admission.block_tables),
             sampling=admission.sampling,
             wants=admission.wants,
         )
@@ -201,12 +168,6 @@ class SlotTables:
             )
         slot.tokens[slot.known : known] = token_ids
         slot.known = known
-
-    def _check_block(self, slot_index: int, block_id: int) -> None:
-        if not 0 <= block_id < self._pool.capacity:
-            raise DivergedError(
-                f"slot {slot_index} is given block {block_id}; there are {self._pool.capacity}"
-            )
 
     def _plan_rows(self, rows: tuple[StepRow, ...]) -> list[PlannedRow]:
         planned = [self._plan_row(row) for row in rows]
@@ -231,12 +192,7 @@ class SlotTables:
             raise DivergedError(
                 f"slot {row.slot} is to draw after token {stop}, but knows {slot.known}"
             )
-        if stop > len(slot.block_ids) * self._block_tokens:
-            raise DivergedError(
-                f"slot {row.slot} is to hold {stop} tokens in {len(slot.block_ids)} blocks of "
-                f"{self._block_tokens}"
-            )
-        self._check_unshared(row.slot, slot, start, stop)
+        self._blocks.check_row(row.slot, slot.tables, start, stop)
         planned = PlannedRow(row.slot, slot, start, stop, row.sampled)
         if planned.scored and planned.scored[-1] >= slot.known:
             raise DivergedError(
@@ -244,14 +200,3 @@ class SlotTables:
             )
         slot.length = stop
         return planned
-
-    def _check_unshared(self, slot_index: int, slot: Slot, start: int, stop: int) -> None:
-        """The blocks that tokens `start` .. `stop` - 1 are written to must be the slot's alone."""
-        first, last = start // self._block_tokens, (stop - 1) // self._block_tokens
-        for block_id in slot.block_ids[first : last + 1]:
-            holders_count = self._pool.references(block_id)
-            if holders_count != 1:
-                raise DivergedError(
-                    f"slot {slot_index} is to write block {block_id}, which is held "
-                    f"{holders_count} times"
-                )

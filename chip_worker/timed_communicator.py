@@ -1,23 +1,21 @@
 """A communicator that measures how long this rank waits for the others."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter_ns
 
 import torch
 from typing_extensions import override
 
 from backends.errors import CommunicatorError
-from backends.interface import Communicator, Work
+from backends.interface import Communicator, ForwardingCommunicator, Work
 
 
-class TimedCommunicator(Communicator):
+class TimedCommunicator(ForwardingCommunicator):
     """Passes everything on to `inner`; `waited_ns` grows by the time spent in calls and waits."""
 
     def __init__(self, inner: Communicator) -> None:
-        super().__init__(inner.rank, inner.world_size)
+        super().__init__(inner)
         self.waited_ns = 0
-        self._inner = inner
 
     @override
     def all_reduce(self, tensor: torch.Tensor) -> Work:
@@ -42,20 +40,6 @@ class TimedCommunicator(Communicator):
     @override
     def receive(self, tensor: torch.Tensor, peer: int) -> Work:
         return self._submit(lambda: self._inner.receive(tensor, peer))
-
-    @override
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        with self._inner.group():
-            yield
-
-    @override
-    def abort(self) -> None:
-        self._inner.abort()
-
-    @override
-    def close(self) -> None:
-        self._inner.close()
 
     def _submit(self, call: Callable[[], Work]) -> Work:
         started_ns = perf_counter_ns()

@@ -30,6 +30,30 @@ ACQUIRE_HUNG = "worker.acquire_hung"
 _log = structlog.get_logger()
 
 
+def identity_without_chip(config: WorkerConfig, incarnation: int, reason: str) -> Identity:
+    """What this process says of itself when its chip cannot be used for this reason."""
+    index = config.chip_indices[0]
+    return Identity(
+        worker_id=config.worker_id,
+        incarnation=incarnation,
+        pid=os.getpid(),
+        backend=config.backend,
+        chip_index=index,
+        chip_description="",
+        memory_bytes=0,
+        dtype="",
+        batch_invariant=False,
+        block_tokens_multiple=1,
+        model_name="",
+        architecture="",
+        model_digest="",
+        context_tokens=0,
+        vocabulary_size=0,
+        device_id=config.devices[index] if config.devices else "",
+        unavailable_reason=reason,
+    )
+
+
 def announce(config: WorkerConfig, identity: Identity) -> None:
     """Tells the reason in `identity`; returns when it is acknowledged, or after a while anyway.
 

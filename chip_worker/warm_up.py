@@ -33,6 +33,7 @@ def warm_up(
     memory: StepMemory,
     pool: MemoryPool,
     pool_blocks: int,
+    kv_groups_count: int,
 ) -> WarmUp:
     """Times both on blocks of `pool`, the runner's, that are idle again afterwards.
 
@@ -45,7 +46,7 @@ def warm_up(
     blocks = pool.allocate(-(-(tokens + decodes) // form.block_tokens))
 
     def timed(start: int, count: int) -> int:
-        batch = _scratch_batch(start, count, form.block_tokens, blocks)
+        batch = _scratch_batch(start, count, form.block_tokens, blocks, kv_groups_count)
         return _time_ns(lambda: _compute(batch, runner, sampler), memory)
 
     try:
@@ -83,12 +84,16 @@ def _compute(batch: StepBatch, runner: ModelRunner, sampler: Sampler) -> None:
     sampler.draw(logits, [_scratch_slot()])
 
 
-def _scratch_batch(start: int, tokens: int, block_tokens: int, blocks: Sequence[int]) -> StepBatch:
+def _scratch_batch(
+    start: int, tokens: int, block_tokens: int, blocks: Sequence[int], kv_groups_count: int
+) -> StepBatch:
+    """All KV groups take the same blocks, though they overwrite each other's: nobody reads on."""
     stop = start + tokens
+    rows = BatchRows((0, tokens), (start,), (blocks[: -(-stop // block_tokens)],))
     return StepBatch(
         ids=np.zeros(tokens, dtype=np.int64),
         positions=np.arange(start, stop, dtype=np.int64),
-        rows=BatchRows((0, tokens), (start,), (blocks[: -(-stop // block_tokens)],)),
+        rows=(rows,) * kv_groups_count,
         sampled_tokens=(tokens - 1,),
     )
 
@@ -99,7 +104,7 @@ def _scratch_slot() -> Slot:
         known=0,
         output_start=0,
         length=0,
-        block_ids=[],
+        tables=[],
         sampling=SlotSampling(temperature=1.0, seed=0),
         wants=RowWants(),
     )

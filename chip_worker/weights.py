@@ -1,6 +1,7 @@
-"""Weights of one rank: parts read from a checkpoint, put together on the chip in its dtype."""
+"""Weights of one rank: pieces read from a checkpoint, put together on the chip in its dtype."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from chip_worker.checkpoint import Checkpoint
 from chip_worker.errors import ModelError
 from chip_worker.gguf_checkpoint import GgufCheckpoint
 from chip_worker.safetensors_checkpoint import SafetensorsCheckpoint
-from chip_worker.tensor_parallel import ShardPlan
+
+READ_ELEMENTS_MAX = 1 << 22
+"""Numbers read at a time: 16 MiB in float32, whatever the size of the tensor."""
 
 
 def open_checkpoint(path: str) -> Checkpoint:
@@ -24,55 +27,59 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class RowPart:
-    """Some rows of a tensor; `shape` is what the whole tensor must have."""
+class Piece:
+    """What a rank holds of a stored tensor: all of it, some rows, or some columns.
+
+    shape: of the whole tensor. grain: rows that must be read together, such as those of a head.
+    offset: added to every number.
+    """
 
     name: str
     shape: tuple[int, ...]
-    rows: range
+    rows: range | None = None
+    columns: range | None = None
+    grain: int = 1
+    offset: float = 0.0
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of what the rank holds."""
+        first, *rest = self.shape
+        held = first if self.rows is None else len(self.rows)
+        return (held, *(rest if self.columns is None else [len(self.columns)]))
+
+
+Pieces = tuple[Piece, ...]
+"""Of one tensor on the chip, below each other."""
+
+
+def stacked_shape(pieces: Pieces) -> tuple[int, ...]:
+    """Shape of the tensor made of the pieces."""
+    return (sum(piece.held_shape[0] for piece in pieces), *pieces[0].held_shape[1:])
 
 
 class ShardReader:
-    """Reads one rank's shard; tensors belong to the caller, `bytes_read` counts them.
+    """Reads one rank's tensors; they belong to the caller, `bytes_read` counts them."""
 
-    Every method raises ModelError for a missing tensor or a wrong shape, OutOfMemory if the chip is
-    full.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, device: Device, dtype: torch.dtype, shard: ShardPlan
-    ) -> None:
-        self.config = checkpoint.config
-        self.shard = shard
+    def __init__(self, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> None:
         self.bytes_read = 0
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor every rank holds."""
-        self._checkpoint.expect(name, shape)
-        target = self._allocate(shape)
-        self._fill(target, self._checkpoint.read(name))
-        return target
+    def read(self, pieces: Pieces) -> torch.Tensor:
+        """The tensor made of the pieces, on the chip.
 
-    def rows(self, *parts: RowPart) -> torch.Tensor:
-        """The parts below each other in one tensor: [sum of rows, ...]."""
-        for part in parts:
-            self._checkpoint.expect(part.name, part.shape)
-        target = self._allocate((sum(len(part.rows) for part in parts), *parts[0].shape[1:]))
+        Raises ModelError for a missing tensor or a wrong shape, OutOfMemory if the chip is full.
+        """
+        for piece in pieces:
+            self._checkpoint.expect(piece.name, piece.shape)
+        target = self._allocate(stacked_shape(pieces))
         start = 0
-        for part in parts:
-            stop = start + len(part.rows)
-            self._fill(target[start:stop], self._checkpoint.read(part.name, rows=part.rows))
+        for piece in pieces:
+            stop = start + piece.held_shape[0]
+            self._fill(target[start:stop], piece)
             start = stop
-        return target
-
-    def columns(self, name: str, shape: tuple[int, int], columns: range) -> torch.Tensor:
-        """Some columns of a matrix: [shape[0], len(columns)]."""
-        self._checkpoint.expect(name, shape)
-        target = self._allocate((shape[0], len(columns)))
-        self._fill(target, self._checkpoint.read(name, columns=columns))
         return target
 
     def _allocate(self, shape: Sequence[int]) -> torch.Tensor:
@@ -80,5 +87,23 @@ class ShardReader:
         self.bytes_read += target.numel() * target.element_size()
         return target
 
-    def _fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._device.copy(source.to(self._dtype), target)
+    def _fill(self, target: torch.Tensor, piece: Piece) -> None:
+        """Some rows after the other: the host needs memory for those only."""
+        first = 0 if piece.rows is None else piece.rows.start
+        for part in _parts(piece):
+            rows = range(first + part.start, first + part.stop)
+            values = self._checkpoint.read(piece.name, rows, piece.columns)
+            if piece.offset:
+                values = values.float() + piece.offset
+            self._device.copy(values.to(self._dtype), target[part.start : part.stop])
+
+
+def _parts(piece: Piece) -> Iterator[range]:
+    rows, *columns = piece.held_shape
+    # What is read, not what is held: columns may be cut from whole rows.
+    row_elements = piece.shape[1] if columns else 1
+    # Also in the 16s that the gguf package converts at a time.
+    grain = math.lcm(piece.grain, 16)
+    step = max(1, READ_ELEMENTS_MAX // (row_elements * grain)) * grain
+    for start in range(0, rows, step):
+        yield range(start, min(rows, start + step))

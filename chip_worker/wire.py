@@ -5,12 +5,9 @@
 Decoders check shape; whether a message is of the right term and epoch, the inbox checks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from chip_worker.batch import (
-    Admission,
     Command,
     Fault,
     FaultKind,
@@ -19,16 +16,12 @@ from chip_worker.batch import (
     Rendezvous,
     Report,
     ResetEpoch,
-    RowWants,
     Shutdown,
-    SlotSampling,
-    Step,
     StepAck,
     StepResult,
-    StepRow,
 )
-from chip_worker.errors import WorkerError
 from chip_worker.result_wire import encode_result, encode_times
+from chip_worker.step_wire import MalformedMessage, decode_step
 from protos import worker_pb2
 
 PROTOCOL_VERSION = 1
@@ -43,22 +36,11 @@ _FAULT_KINDS = {
 }
 
 
-_OPTIONAL_SAMPLING: tuple[
-    Literal[
-        "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-    ],
-    ...,
-] = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-
-
-class MalformedMessage(WorkerError):
-    """A message of the control plane has not the shape the protocol gives it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What a worker process says of itself in Hello; fixed for the life of the process.
 
+    kv_windows: of every KV group of the model the tokens its layers see, 0 for all.
     unavailable_reason: why it has no chip; what describes chip and model may then be empty.
     """
 
@@ -71,13 +53,13 @@ class Identity:
     memory_bytes: int
     dtype: str
     batch_invariant: bool
-    can_abort: bool
     block_tokens_multiple: int
     model_name: str
     architecture: str
     model_digest: str
     context_tokens: int
     vocabulary_size: int
+    kv_windows: tuple[int, ...] = (0,)
     rows_max: int = 0
     device_id: str = ""
     unavailable_reason: str | None = None
@@ -102,7 +84,6 @@ def encode_hello(
                 memory_bytes=identity.memory_bytes,
                 dtype=identity.dtype,
                 batch_invariant=identity.batch_invariant,
-                can_abort=identity.can_abort,
                 block_tokens_multiple=identity.block_tokens_multiple,
                 rows_max=identity.rows_max,
                 device_id=identity.device_id,
@@ -113,6 +94,7 @@ def encode_hello(
                 digest=identity.model_digest,
                 context_tokens=identity.context_tokens,
                 vocabulary_size=identity.vocabulary_size,
+                kv_window=identity.kv_windows,
             ),
             term_highest=term_highest,
             pid=identity.pid,
@@ -173,14 +155,16 @@ def _encode_ready(ready: Ready) -> worker_pb2.Ready:
 # ---------------------------------------------------------------- from the control plane
 
 
-def decode_command(message: worker_pb2.AttachResponse, received_ns: int) -> Command:
+def decode_command(
+    message: worker_pb2.AttachResponse, received_ns: int, kv_groups_count: int = 1
+) -> Command:
     """The command a message means; received_ns is its arrival on a monotonic clock.
 
-    Raises MalformedMessage.
+    kv_groups_count: of the model. Raises MalformedMessage.
     """
     match message.WhichOneof("kind"):
         case "step":
-            return _decode_step(message.step, received_ns)
+            return decode_step(message.step, received_ns, kv_groups_count)
         case "form":
             return _decode_form_group(message.form)
         case "rendezvous":
@@ -204,6 +188,10 @@ def _decode_form_group(form: worker_pb2.FormGroup) -> FormGroup:
             f"FormGroup with rank {layout.tensor_rank} of {layout.tensor_size}, epoch "
             f"{form.group_epoch}"
         )
+    if not form.blocks_wanted:
+        raise MalformedMessage(
+            "FormGroup without blocks_wanted; is the control plane older than this worker?"
+        )
     return FormGroup(
         term=form.term,
         group_id=form.group_id,
@@ -215,91 +203,9 @@ def _decode_form_group(form: worker_pb2.FormGroup) -> FormGroup:
         slots=form.slots,
         chunk_tokens=form.chunk_tokens,
         context_tokens=form.context_tokens,
+        blocks_wanted=form.blocks_wanted,
         kv_policy=form.kv_policy,
         step_deadline_s=form.step_deadline_s,
         vocabulary_tokens=form.vocabulary_tokens,
         probe_deadline_s=form.probe_deadline_s,
     )
-
-
-def _decode_step(step: worker_pb2.Step, received_ns: int) -> Step:
-    _check_columns("extension", step.extension_slot, step.extension_count)
-    _check_columns("block", step.block_slot, step.block_id)
-    _check_columns("row", step.row_slot, step.row_tokens)
-    if sum(step.extension_count) != len(step.extension_ids):
-        raise MalformedMessage(
-            f"extensions name {sum(step.extension_count)} ids, {len(step.extension_ids)} came"
-        )
-    sampled = set(step.sampled_row)
-    if len(sampled) != len(step.sampled_row) or max(sampled, default=-1) >= len(step.row_slot):
-        raise MalformedMessage(f"sampled rows {list(step.sampled_row)} do not fit the rows")
-    return Step(
-        term=step.term,
-        epoch=step.group_epoch,
-        step_id=step.step_id,
-        releases=tuple(step.release_slot),
-        admissions=tuple(_decode_admission(admission) for admission in step.admissions),
-        extensions=_decode_extensions(step),
-        new_blocks=tuple(zip(step.block_slot, step.block_id, strict=True)),
-        rows=tuple(
-            StepRow(slot=slot, tokens_count=tokens_count, sampled=index in sampled)
-            for index, (slot, tokens_count) in enumerate(
-                zip(step.row_slot, step.row_tokens, strict=True)
-            )
-        ),
-        digest=step.state_digest if step.HasField("state_digest") else None,
-        received_ns=received_ns,
-    )
-
-
-def _decode_extensions(step: worker_pb2.Step) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    extensions = []
-    start = 0
-    for slot, count in zip(step.extension_slot, step.extension_count, strict=True):
-        extensions.append((slot, tuple(step.extension_ids[start : start + count])))
-        start += count
-    return tuple(extensions)
-
-
-def _decode_admission(admission: worker_pb2.Admission) -> Admission:
-    return Admission(
-        slot=admission.slot,
-        token_ids=tuple(admission.token_ids),
-        output_start=admission.output_start,
-        cached_count=admission.cached_count,
-        block_ids=tuple(admission.block_ids),
-        sampling=_decode_sampling(admission.sampling),
-        wants=_decode_wants(admission.wants),
-        adapter=admission.adapter,
-    )
-
-
-def _decode_sampling(sampling: worker_pb2.SlotSampling) -> SlotSampling:
-    """What is absent has the default of the record."""
-    _check_columns("bias", sampling.bias_token_id, sampling.bias)
-    optional = {
-        name: getattr(sampling, name) for name in _OPTIONAL_SAMPLING if sampling.HasField(name)
-    }
-    return SlotSampling(
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        choice=sampling.choice,
-        logit_bias=tuple(zip(sampling.bias_token_id, sampling.bias, strict=True)),
-        suppressed_ids=tuple(sampling.suppressed_token_ids),
-        min_tokens=sampling.min_tokens,
-        **optional,
-    )
-
-
-def _decode_wants(wants: worker_pb2.RowWants) -> RowWants:
-    return RowWants(
-        logprobs=wants.logprob,
-        top_tokens=wants.top_tokens,
-        prompt_top_tokens=wants.prompt_top_tokens if wants.prompt_logprobs else None,
-        logits=wants.logits,
-    )
-
-
-def _check_columns(name: str, slots: Sequence[int], values: Sequence[float]) -> None:
-    if len(slots) != len(values):
-        raise MalformedMessage(f"{name} columns have {len(slots)} and {len(values)} entries")

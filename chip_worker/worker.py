@@ -24,7 +24,7 @@ from chip_worker.inbox import Inbox
 from chip_worker.session import Session
 from chip_worker.shard_loader import ShardLoader
 from chip_worker.status_file import FAILED, StatusFile
-from chip_worker.unavailable import AcquireWatch, announce
+from chip_worker.unavailable import AcquireWatch, announce, identity_without_chip
 from chip_worker.wire import Identity
 
 WORKER_STARTED = "worker.started"
@@ -96,7 +96,7 @@ def _open_session(
     def tell(reason: str) -> None:
         connection.on_fault()
         status.write(FAILED)
-        announce(config, _identity_without_chip(config, incarnation, reason))
+        announce(config, identity_without_chip(config, incarnation, reason))
 
     # First, and unwatched: what is wrong or slow with a checkpoint is not the chip's doing.
     loader = ShardLoader(config.model_path)
@@ -123,30 +123,6 @@ def _open_session(
         raise BackendUnavailable(f"the chip could not be opened: {reason}") from error
 
 
-def _identity_without_chip(config: WorkerConfig, incarnation: int, reason: str) -> Identity:
-    index = config.chip_indices[0]
-    return Identity(
-        worker_id=config.worker_id,
-        incarnation=incarnation,
-        pid=os.getpid(),
-        backend=config.backend,
-        chip_index=index,
-        chip_description="",
-        memory_bytes=0,
-        dtype="",
-        batch_invariant=False,
-        can_abort=False,
-        block_tokens_multiple=1,
-        model_name="",
-        architecture="",
-        model_digest="",
-        context_tokens=0,
-        vocabulary_size=0,
-        device_id=config.devices[index] if config.devices else "",
-        unavailable_reason=reason,
-    )
-
-
 def _identity(
     config: WorkerConfig, backend: Backend, session: Session, incarnation: int, model_name: str
 ) -> Identity:
@@ -161,13 +137,13 @@ def _identity(
         memory_bytes=session.chip.memory_bytes,
         dtype=session.dtype_name,
         batch_invariant=backend.capabilities.batch_invariant,
-        can_abort=backend.capabilities.can_abort,
         block_tokens_multiple=backend.capabilities.block_tokens_multiple,
         model_name=model_name,
         architecture=fingerprint.architecture,
         model_digest=fingerprint.digest,
         context_tokens=fingerprint.context_tokens,
         vocabulary_size=fingerprint.vocabulary_size,
+        kv_windows=session.kv_windows,
         rows_max=backend.capabilities.rows_max,
         device_id=session.chip.device_id,
     )

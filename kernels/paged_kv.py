@@ -1,7 +1,8 @@
 """The "paged" layout: what the reference and any kernel that declares the layout see of a pool.
 
 arena   [blocks, layers, 2 (keys, values), block_tokens, kv_heads, head_size]: a block is one piece
-token t of row r  ->  block block_tables[r, t // block_tokens], place t % block_tokens
+token at position p of row r, t = p - table_starts[r]
+                  ->  block block_tables[r, t // block_tokens], place t % block_tokens
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ class PagedKV(BoundKV):
     block_tables: [rows, most blocks of a row] int64, padded with block 0.
     token_blocks, token_places: [T] int64, where each token of the step is to be written.
     query_starts: rows + 1 positions in the step's token dimension; context_starts: for each row the
-    position in its request of its first token.
+    position in its request of its first token; table_starts: of the first token in its first block,
+    above 0 where what lies behind a window is no longer held.
     step_cache: what a kernel works out once per step and reads again in the other layers.
     """
 
@@ -34,6 +36,7 @@ class PagedKV(BoundKV):
     token_places: torch.Tensor
     query_starts: tuple[int, ...]
     context_starts: tuple[int, ...]
+    table_starts: tuple[int, ...]
     step_cache: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -5,21 +5,24 @@ the dtype of the operands, and the result is rounded once to the operands' dtype
 """
 
 import torch
+import torch.nn.functional as functional
 
 from kernels.paged_kv import PAGED_ORDER, PagedKV
 from kernels.sampling_reference import adjust_logits, sample, token_logprobs
-from kernels.spec import Implementation, Support
+from kernels.spec import SOFT_CAP, WINDOW, Implementation, Support
 
 # Behind every native kernel: a backend's own implementations have lower ranks.
 REFERENCE_RANK = 1_000_000
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Rows of `weight`; zeros for ids that another chip holds."""
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, first_row: int, scale: float
+) -> torch.Tensor:
+    """Rows of `weight` times `scale`; zeros for ids that another chip holds."""
     local = ids - first_row
     held = (local >= 0) & (local < weight.shape[0])
-    rows = weight[torch.where(held, local, 0)]
-    return torch.where(held[:, None], rows, torch.zeros_like(rows))
+    rows = weight[torch.where(held, local, 0)].float() * scale
+    return torch.where(held[:, None], rows, torch.zeros_like(rows)).to(weight.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -68,6 +71,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) * up."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Nearly the logits while they are small beside `cap`, never beyond it."""
+    return cap * torch.tanh(logits / cap)
+
+
 def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Puts each token's key and value at the token's place in its block."""
     cache.keys[layer][cache.token_blocks, cache.token_places] = key
@@ -75,36 +89,55 @@ def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor)
 
 
 def attention(
-    cache: PagedKV, layer: int, query: torch.Tensor, q_to_kv: tuple[int, ...], scale: float
+    cache: PagedKV,
+    layer: int,
+    query: torch.Tensor,
+    q_to_kv: tuple[int, ...],
+    scale: float,
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v for each row, over positions up to the token's own.
 
              0 ......... context_start ......... context_start + n
              [ context  ][ own tokens           ]
-    token i  sees 0 .. context_start + i
+    token i  sees 0 .. context_start + i, of them the last `window`
     """
     heads = torch.tensor(q_to_kv)
     output = torch.empty_like(query)
     for row, context_start in enumerate(cache.context_starts):
-        first, end = cache.query_starts[row], cache.query_starts[row + 1]
-        tokens_count = context_start + end - first
-        keys = _row_tokens(cache.keys[layer], cache.block_tables[row], tokens_count)[:, heads]
-        values = _row_tokens(cache.values[layer], cache.block_tables[row], tokens_count)[:, heads]
-        scores = torch.einsum("qhd,lhd->hql", query[first:end].float(), keys) * scale
-        own_positions = torch.arange(context_start, tokens_count)
-        hidden = torch.arange(tokens_count)[None, :] > own_positions[:, None]
+        tokens = slice(cache.query_starts[row], cache.query_starts[row + 1])
+        own = torch.arange(context_start, context_start + tokens.stop - tokens.start)
+        if not len(own):
+            continue
+        # What no token sees is not read: it may be anything, or given back.
+        first = max(0, context_start - window + 1) if window else 0
+        seen = torch.arange(first, int(own[-1]) + 1)
+        keys = _row_tokens(cache, cache.keys[layer], row, seen)[:, heads]
+        values = _row_tokens(cache, cache.values[layer], row, seen)[:, heads]
+        scores = torch.einsum("qhd,lhd->hql", query[tokens].float(), keys) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        hidden = seen[None, :] > own[:, None]
+        if window:
+            hidden |= seen[None, :] <= own[:, None] - window
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-        output[first:end] = torch.einsum("hql,lhd->qhd", weights, values).to(query.dtype)
+        output[tokens] = torch.einsum("hql,lhd->qhd", weights, values).to(query.dtype)
     return output
 
 
-def _row_tokens(arena: torch.Tensor, block_table: torch.Tensor, tokens_count: int) -> torch.Tensor:
-    """A row's first tokens from one layer's arena: [tokens_count, kv_heads, head_size] float32."""
-    blocks_count = -(-tokens_count // arena.shape[1])
-    return arena[block_table[:blocks_count]].flatten(0, 1)[:tokens_count].float()
+def _row_tokens(
+    cache: PagedKV, arena: torch.Tensor, row: int, positions: torch.Tensor
+) -> torch.Tensor:
+    """A row's tokens at these positions, of one layer: [n, kv_heads, head_size] float32."""
+    places = positions - cache.table_starts[row]
+    assert places[0] >= 0, f"position {int(positions[0])} of row {row} is not held any more"
+    blocks = cache.block_tables[row, places // cache.block_tokens]
+    return arena[blocks, places % cache.block_tokens].float()
 
 
 _PAGED = Support(layouts=(PAGED_ORDER,))
+_PAGED_ATTENTION = Support(layouts=(PAGED_ORDER,), features=(WINDOW, SOFT_CAP))
 
 REFERENCE_IMPLEMENTATIONS: list[Implementation] = [
     Implementation(operation, "reference", function, support, REFERENCE_RANK)
@@ -116,8 +149,10 @@ REFERENCE_IMPLEMENTATIONS: list[Implementation] = [
         ("logits", logits, Support()),
         ("rotary", rotary, Support()),
         ("silu_mul", silu_mul, Support()),
+        ("gelu_mul", gelu_mul, Support()),
+        ("soft_cap", soft_cap, Support()),
         ("write_kv", write_kv, _PAGED),
-        ("attention", attention, _PAGED),
+        ("attention", attention, _PAGED_ATTENTION),
         ("adjust_logits", adjust_logits, Support()),
         ("sample", sample, Support()),
         ("token_logprobs", token_logprobs, Support()),

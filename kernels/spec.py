@@ -18,6 +18,19 @@ class OperationSpec:
     writes: tuple[str, ...] = ()
 
 
+WINDOW = "window"
+"""Attention: a token sees only so many before it."""
+SOFT_CAP = "soft_cap"
+"""Attention: scores are bounded before their softmax."""
+FEATURES = {"attention": (WINDOW, SOFT_CAP)}
+"""What some models ask of an operation beyond the plain one."""
+
+
+def feature_name(operation: str, feature: str) -> str:
+    """How a feature is named beside the operations."""
+    return f"{operation}:{feature}"
+
+
 @dataclass(frozen=True)
 class Support:
     """What an implementation accepts; checked when a model is bound, never by trying.
@@ -33,6 +46,8 @@ class Support:
     """The last dimension must be a multiple of it."""
     contiguous: bool = False
     """It reads contiguous tensors only, and computes nonsense from others."""
+    features: tuple[str, ...] = ()
+    """What beyond the plain operation it computes, such as WINDOW."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,8 @@ class Requirement:
     last_dimension: int = 1
     contiguous: bool = False
     """No call passes a view that is not contiguous."""
+    features: tuple[str, ...] = ()
+    """What calls ask for beyond the plain operation, such as WINDOW."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +100,10 @@ OPERATIONS: dict[str, OperationSpec] = {
     for spec in (
         OperationSpec(
             "embedding",
-            "(ids [T] int64, weight [V, H], first_row: int) -> [T, H]; an id outside "
-            "[first_row, first_row + V) gives a row of zeros",
+            "(ids [T] int64, weight [V, H], first_row: int, scale: float) -> [T, H], rows times "
+            "scale, rounded once; an id outside [first_row, first_row + V) gives a row of zeros",
         ),
-        OperationSpec("rms_norm", "(x [T, H], weight [H], epsilon: float) -> [T, H]"),
+        OperationSpec("rms_norm", "(x [..., H], weight [H], epsilon: float) -> [..., H]"),
         OperationSpec(
             "add_rms_norm",
             "(x [T, H], residual [T, H], weight [H], epsilon: float) -> (rms_norm(x + residual) "
@@ -110,14 +127,24 @@ OPERATIONS: dict[str, OperationSpec] = {
         ),
         OperationSpec("silu_mul", "(gate_up [T, 2I]: gate then up) -> silu(gate) * up [T, I]"),
         OperationSpec(
+            "gelu_mul",
+            "(gate_up [T, 2I]: gate then up) -> gelu(gate) * up [T, I], gelu by its tanh formula",
+        ),
+        OperationSpec(
+            "soft_cap", "(logits [R, V] float32, cap: float) -> cap * tanh(logits / cap) [R, V]"
+        ),
+        OperationSpec(
             "write_kv",
             "(cache: BoundKV, layer: int, key [T, k, d], value [T, k, d]) -> None",
             writes=("cache",),
         ),
         OperationSpec(
             "attention",
-            "(cache: BoundKV, layer: int, query [T, h, d], q_to_kv: tuple of h ints, scale: float) "
-            "-> [T, h, d]; causal over the row's context, the chunk's own keys included",
+            "(cache: BoundKV, layer: int, query [T, h, d], q_to_kv: tuple of h ints, scale: float, "
+            "window: int, soft_cap: float) -> [T, h, d]; causal over the row's context, the "
+            "chunk's own keys included. A window above 0 (feature WINDOW) is how many tokens one "
+            "sees, itself included; a soft_cap above 0 (feature SOFT_CAP) makes of each scaled "
+            "score s soft_cap * tanh(s / soft_cap)",
         ),
         OperationSpec(
             "adjust_logits",

@@ -15,6 +15,7 @@ AREAS = {
     "test_device": "device",
     "test_memory_pool": "memory",
     "test_kernels": "kernels",
+    "test_attention": "kernels",
     "test_sampling_kernels": "kernels",
     "test_communicator": "collectives",
     "test_fusion": "collectives",

@@ -30,9 +30,9 @@ from backends.interface import (
 )
 from backends.plugin import Backend, ChipDescription, find_backend
 from backends.probes import probe_communicator
-from kernels.spec import OPERATIONS
+from kernels.spec import FEATURES, OPERATIONS, feature_name
 
-FLOAT32_ONLY = ("adjust_logits", "sample", "token_logprobs")
+FLOAT32_ONLY = ("soft_cap", "adjust_logits", "sample", "token_logprobs")
 """Whatever dtype the model computes in, what follows its logits is in float32."""
 SHOWN_ROWS = 32
 SHOWN_WIDTH = 64
@@ -106,7 +106,10 @@ def main() -> None:
 
 
 def tell_operations(teller: Teller, backend: Backend, runtime: BackendRuntime) -> None:
-    """What computes each operation in each dtype, and why; opens no chip."""
+    """What computes each operation, and each of its features, in each dtype, and why.
+
+    Opens no chip.
+    """
     for dtype in backend.capabilities.dtypes:
         multiple = backend.capabilities.block_tokens_multiple
         block_tokens = -(-BLOCK_TOKENS // multiple) * multiple
@@ -117,10 +120,16 @@ def tell_operations(teller: Teller, backend: Backend, runtime: BackendRuntime) -
             if used != dtype and "float32" in backend.capabilities.dtypes:
                 continue
             requirement = Requirement(used, layout, SHOWN_ROWS, SHOWN_WIDTH)
-            found = _choice(runtime, operation, requirement)
-            if operation in backend.capabilities.unsupported:
-                found |= {"implementation": "none", "ok": True, "reason": "declared unsupported"}
-            teller.tell("operation", operation=operation, dtype=used, **found)
+            asked = {operation: requirement} | {
+                feature_name(operation, feature): replace(requirement, features=(feature,))
+                for feature in FEATURES.get(operation, ())
+            }
+            for name, each in asked.items():
+                found = _choice(runtime, operation, each)
+                if {operation, name} & backend.capabilities.unsupported:
+                    found |= {"implementation": "none", "ok": True}
+                    found["reason"] = "declared unsupported"
+                teller.tell("operation", operation=name, dtype=used, **found)
 
 
 def _choice(runtime: BackendRuntime, operation: str, requirement: Requirement) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The part of paged attention that depends on the step only: row groups, indices and masks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,8 @@ class RowGroup:
     heads of a key head if rows have one query each, else one query head of every key head.
     query_index: what fills that shape, as rows of the step's query seen as [T * h, d].
     mask: 0 or -inf, broadcast to [n, k, queries of a part, L]; None: plainly causal.
-    blocks: [n * blocks of the longest row]. unwritten: gathered tokens past the end of their row.
+    blocks: [n * blocks of the longest row]. unseen: gathered tokens that their row does not see, in
+    front of its window or past its end.
     keys, values: where blocks are gathered to, step scratch, the same from layer to layer.
     """
 
@@ -31,7 +32,7 @@ class RowGroup:
     mask: torch.Tensor | None
     tokens_max: int
     blocks: torch.Tensor
-    unwritten: torch.Tensor
+    unseen: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -69,71 +70,121 @@ class HeadMap:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Rows of a step, and what of its tokens each gathers: whole blocks that its window reaches.
+
+    block table   [ skipped ][ skipped ][ seen ][ seen ][ seen ]
+    gathered                            |-- 0 .. seen_from .. first query .. length
+    """
+
+    starts: Int64Array
+    """First token of the row in the step."""
+    counts: Int64Array
+    skipped: Int64Array
+    seen_from: Int64Array
+    first_query: Int64Array
+    length: Int64Array
+
+    @classmethod
+    def of(cls, cache: PagedKV, window: int) -> "Spans":
+        """All rows of a bound step."""
+        starts = np.array(cache.query_starts, dtype=np.int64)
+        counts = np.diff(starts)
+        contexts = np.array(cache.context_starts, dtype=np.int64)
+        table_starts = np.array(cache.table_starts, dtype=np.int64)
+        seen_from = np.maximum(contexts - window + 1, 0) if window else np.zeros_like(contexts)
+        assert (table_starts <= seen_from).all(), "a row sees tokens that are not held any more"
+        skipped = (seen_from - table_starts) // cache.block_tokens
+        gathered_from = table_starts + skipped * cache.block_tokens
+        first_query = contexts - gathered_from
+        return cls(
+            starts[:-1],
+            counts,
+            skipped,
+            seen_from - gathered_from,
+            first_query,
+            first_query + counts,
+        )
+
+    def __getitem__(self, rows: Int64Array) -> "Spans":
+        return Spans(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
 def plan_step(
-    cache: PagedKV, q_to_kv: tuple[int, ...], dtype: torch.dtype, scratch: ScratchArena
+    cache: PagedKV,
+    q_to_kv: tuple[int, ...],
+    dtype: torch.dtype,
+    window: int,
+    scratch: ScratchArena,
 ) -> StepPlan:
     """Sorts the rows of a bound step into groups."""
     heads = HeadMap.of(q_to_kv, cache.keys[0].shape[2])
-    query_starts = np.array(cache.query_starts, dtype=np.int64)
-    counts = np.diff(query_starts)
-    lengths = np.array(cache.context_starts, dtype=np.int64) + counts
-    output_index = np.zeros((int(query_starts[-1]), heads.query_heads), dtype=np.int64)
+    spans = Spans.of(cache, window)
+    output_index = np.zeros((cache.query_starts[-1], heads.query_heads), dtype=np.int64)
     groups = []
     outputs_count = 0
     take = partial(scratch.take, Lifetime.STEP, "attention")
-    for rows in _like_rows(counts, lengths):
-        group, offsets = _plan_group(cache, heads, rows, counts[rows], lengths[rows], dtype, take)
-        tokens, places = _tokens_of(query_starts[rows], counts[rows])
+    for rows in _like_rows(spans):
+        members = spans[rows]
+        group, offsets = _plan_group(cache, heads, rows, members, dtype, window, take)
+        tokens, places = _tokens_of(members)
         output_index[tokens] = outputs_count + offsets[places]
         outputs_count += int(np.prod(group.query_shape))
         groups.append(group)
     return StepPlan(tuple(groups), torch.from_numpy(output_index.reshape(-1)))
 
 
-def _like_rows(counts: Int64Array, lengths: Int64Array) -> list[Int64Array]:
+def _like_rows(spans: Spans) -> list[Int64Array]:
     """Rows whose query counts and whose lengths have the same number of bits: padding < 2x."""
     by_size: dict[tuple[int, int], list[int]] = {}
-    for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+    sizes = zip(spans.counts.tolist(), spans.length.tolist(), strict=True)
+    for row, (count, length) in enumerate(sizes):
         if count:
             by_size.setdefault(((count - 1).bit_length(), length.bit_length()), []).append(row)
     return [np.array(rows, dtype=np.int64) for rows in by_size.values()]
 
 
-def _tokens_of(
-    starts: Int64Array, counts: Int64Array
-) -> tuple[Int64Array, tuple[Int64Array, Int64Array]]:
+def _tokens_of(spans: Spans) -> tuple[Int64Array, tuple[Int64Array, Int64Array]]:
     """The step's tokens of some rows, and for each its (row, query) among them."""
+    counts = spans.counts
     row = np.repeat(np.arange(len(counts)), counts)
     query = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return starts[row] + query, (row, query)
+    return spans.starts[row] + query, (row, query)
 
 
 def _plan_group(
     cache: PagedKV,
     heads: HeadMap,
     rows: Int64Array,
-    counts: Int64Array,
-    lengths: Int64Array,
+    spans: Spans,
     dtype: torch.dtype,
+    window: int,
     take: Callable[[Sequence[int], torch.dtype], torch.Tensor],
 ) -> tuple[RowGroup, Int64Array]:
     """A group, and where in its outputs (row, query, query head) is: [n, q, h]."""
     # A row with fewer queries repeats its last one.
-    query = np.minimum(np.arange(int(counts.max()))[None, :], counts[:, None] - 1)
-    tokens = np.array(cache.query_starts, dtype=np.int64)[rows][:, None] + query
-    shape, query_index, offsets = _arrange(heads, tokens)
-    tokens_max = int(lengths.max())
+    query = np.minimum(np.arange(int(spans.counts.max()))[None, :], spans.counts[:, None] - 1)
+    shape, query_index, offsets = _arrange(heads, spans.starts[:, None] + query)
+    tokens_max = int(spans.length.max())
     blocks_each = -(-tokens_max // cache.block_tokens)
-    blocks = cache.block_tables[torch.from_numpy(rows), :blocks_each].reshape(-1)
-    places = np.arange(blocks_each * cache.block_tokens)
+    # A row with fewer blocks repeats the last of its table, padding included.
+    columns = spans.skipped[:, None] + np.arange(blocks_each)
+    columns = np.minimum(columns, cache.block_tables.shape[1] - 1)
+    blocks = cache.block_tables[torch.from_numpy(rows)[:, None], torch.from_numpy(columns)]
+    blocks = blocks.reshape(-1)
+    places = np.arange(blocks_each * cache.block_tokens)[None, :]
+    unseen = places >= spans.length[:, None]
+    if window:
+        unseen |= places < spans.seen_from[:, None]
     gathered_shape = (len(blocks), *cache.keys[0].shape[1:])
     group = RowGroup(
         query_shape=shape,
         query_index=torch.from_numpy(query_index),
-        mask=_mask((lengths - counts)[:, None] + query, tokens_max, dtype),
+        mask=_mask(spans.first_query[:, None] + query, tokens_max, window, dtype),
         tokens_max=tokens_max,
         blocks=blocks,
-        unwritten=torch.from_numpy(np.flatnonzero(places[None, :] >= lengths[:, None])),
+        unseen=torch.from_numpy(np.flatnonzero(unseen)),
         keys=take(gathered_shape, cache.keys[0].dtype),
         values=take(gathered_shape, cache.values[0].dtype),
     )
@@ -162,11 +213,16 @@ def _arrange(
     return (together, rows_count, key_heads, queries), query_index, offsets
 
 
-def _mask(positions: Int64Array, tokens_max: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """What queries at `positions` [n, q] see: [n, 1, q, L] of 0 and -inf."""
-    rows_count, queries = positions.shape
-    if rows_count == 1 and queries == tokens_max > 1:
+def _mask(
+    places: Int64Array, tokens_max: int, window: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What queries at `places` [n, q] of the gathered tokens see: [n, 1, q, L] of 0 and -inf."""
+    rows_count, queries = places.shape
+    if rows_count == 1 and queries == tokens_max > 1 and not 0 < window < queries:
         return None
-    hidden = np.arange(tokens_max)[None, None, :] > positions[:, :, None]
+    gathered, own = np.arange(tokens_max)[None, None, :], places[:, :, None]
+    hidden = gathered > own
+    if window:
+        hidden |= gathered <= own - window
     mask = torch.zeros((rows_count, 1, queries, tokens_max), dtype=dtype)
     return mask.masked_fill_(torch.from_numpy(hidden)[:, None], float("-inf"))

@@ -9,20 +9,24 @@ from backends.cpu.attention import PagedAttention
 from backends.cpu.sampling import adjust_logits, sample, token_logprobs
 from backends.scratch import ScratchArena
 from kernels.paged_kv import PAGED_ORDER, PagedKV
-from kernels.spec import Implementation, Support
+from kernels.spec import SOFT_CAP, WINDOW, Implementation, Support
 
 _LOGITS_ROWS = 1024
 """Vocabulary rows widened at a time: some megabytes, about what a core's own cache holds."""
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, first_row: int, scale: float
+) -> torch.Tensor:
     """A lookup; the mask is skipped where the whole vocabulary is on this chip."""
     if first_row == 0 and bool((ids < weight.shape[0]).all()):
-        return functional.embedding(ids, weight)
-    local = ids - first_row
-    foreign = (local < 0) | (local >= weight.shape[0])
-    found = functional.embedding(local.masked_fill(foreign, 0), weight)
-    return found.masked_fill_(foreign[:, None], 0)
+        found = functional.embedding(ids, weight)
+    else:
+        local = ids - first_row
+        foreign = (local < 0) | (local >= weight.shape[0])
+        found = functional.embedding(local.masked_fill(foreign, 0), weight)
+        found.masked_fill_(foreign[:, None], 0)
+    return found if scale == 1.0 else found.float().mul_(scale).to(found.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -81,6 +85,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """torch's gelu, then the product in place."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """In one place: a vocabulary's logits are many."""
+    return logits.div(cap).tanh_().mul_(cap)
+
+
 def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """One scatter each into the layer's blocks."""
     places = (cache.token_blocks, cache.token_places)
@@ -90,6 +105,7 @@ def write_kv(cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor)
 
 _ANY = Support()
 _PAGED = Support(layouts=(PAGED_ORDER,))
+_PAGED_ATTENTION = Support(layouts=(PAGED_ORDER,), features=(WINDOW, SOFT_CAP))
 
 _STATELESS = (
     Implementation("embedding", "torch", embedding, _ANY),
@@ -99,6 +115,8 @@ _STATELESS = (
     Implementation("logits", "torch", logits, _ANY),
     Implementation("rotary", "torch", rotary, _ANY),
     Implementation("silu_mul", "torch", silu_mul, _ANY),
+    Implementation("gelu_mul", "torch", gelu_mul, _ANY),
+    Implementation("soft_cap", "torch", soft_cap, _ANY),
     Implementation("write_kv", "torch", write_kv, _PAGED),
     Implementation("adjust_logits", "torch", adjust_logits, _ANY),
     Implementation("sample", "numpy", sample, _ANY),
@@ -109,4 +127,4 @@ _STATELESS = (
 def cpu_implementations(find_scratch: Callable[[], ScratchArena]) -> Sequence[Implementation]:
     """All operations; find_scratch: the scratch of the open chip."""
     attention = PagedAttention(find_scratch)
-    return (*_STATELESS, Implementation("attention", "torch-sdpa", attention, _PAGED))
+    return (*_STATELESS, Implementation("attention", "torch-sdpa", attention, _PAGED_ATTENTION))

@@ -5,6 +5,7 @@ would be found by neither. Each function fills outputs that its caller allocated
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -83,6 +84,19 @@ def gate(gate_up: torch.Tensor, output: torch.Tensor) -> None:
     output.copy_(gates.neg().exp_().add_(1.0).reciprocal_().mul_(gates).mul_(gate_up[..., half:]))
 
 
+def gelu_gate(gate_up: torch.Tensor, output: torch.Tensor) -> None:
+    """gate / (1 + e^-2y) * up, y = sqrt(2 / pi) (gate + 0.044715 gate^3); (1 + tanh y) / 2."""
+    half = gate_up.shape[-1] // 2
+    gates = gate_up[..., :half].float()
+    exponents = gates.pow(3).mul_(0.044715).add_(gates).mul_(-2.0 * math.sqrt(2.0 / math.pi))
+    output.copy_(exponents.exp_().add_(1.0).reciprocal_().mul_(gates).mul_(gate_up[..., half:]))
+
+
+def multiply_by(x: torch.Tensor, number: float) -> None:
+    """In place."""
+    x.copy_(x.float() * number)
+
+
 def write_slots(
     cache_keys: torch.Tensor,
     cache_values: torch.Tensor,
@@ -97,49 +111,71 @@ def write_slots(
     as_words(cache_values)[chosen] = as_words(value)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of a product of query and key before the softmax.
+
+    window: how many tokens a query sees, itself included, 0 for all. soft_cap: 0 for none.
+    """
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+
+
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     blocks: torch.Tensor,
     context: int,
-    scale: float,
+    rule: Scores,
     output: torch.Tensor,
 ) -> None:
     """One row: query [n, h, d] at positions context .. context + n of the tokens in `blocks`.
 
     keys, values: a layer's cache [blocks, block_tokens, k, d]; h is a multiple of k. Each tile of
-    queries sees the tokens up to its own last one.
+    queries sees the tokens up to its own last one, from the first that its first one sees.
     """
     count, heads, size = query.shape
-    tokens = context + count
-    chosen = blocks[: math.ceil(tokens / keys.shape[1])].long()
+    skipped = _first_seen(context, rule.window) // keys.shape[1]
+    base = skipped * keys.shape[1]
+    chosen = blocks[skipped : math.ceil((context + count) / keys.shape[1])].long()
     by_head = [
-        cache.index_select(0, chosen).flatten(0, 1)[:tokens].float().transpose(0, 1)
+        cache.index_select(0, chosen).flatten(0, 1).float().transpose(0, 1)
         for cache in (keys, values)
     ]
     kv_heads = keys.shape[2]
     for start in range(0, count, _TILE_QUERIES):
         stop = min(count, start + _TILE_QUERIES)
-        seen = context + stop
+        first, end = _first_seen(context + start, rule.window), context + stop
+        seen = slice(first - base, end - base)
         # [n, k, g, d] -> [k, n * g, d]: the query heads of a key head are further queries of it.
-        grouped = query[start:stop].float().view(stop - start, kv_heads, -1, size).mul(scale)
+        grouped = query[start:stop].float().view(stop - start, kv_heads, -1, size).mul(rule.scale)
         rows = grouped.transpose(0, 1).reshape(kv_heads, -1, size)
-        scores = torch.bmm(rows, by_head[0][:, :seen].transpose(1, 2))
+        scores = torch.bmm(rows, by_head[0][:, seen].transpose(1, 2))
+        if rule.soft_cap:
+            scores.div_(rule.soft_cap).tanh_().mul_(rule.soft_cap)
         if stop - start > 1:
-            later = _later(context + start, stop - start, seen)
-            scores.view(kv_heads, stop - start, -1, seen).masked_fill_(later, -math.inf)
+            hidden = _hidden(context + start, stop - start, range(first, end), rule.window)
+            scores.view(kv_heads, stop - start, -1, end - first).masked_fill_(hidden, -math.inf)
         weights = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
         sums = weights.sum(dim=-1, keepdim=True)
-        mixed = torch.bmm(weights, by_head[1][:, :seen]).div_(sums)
+        mixed = torch.bmm(weights, by_head[1][:, seen]).div_(sums)
         mixed = mixed.view(kv_heads, stop - start, -1, size).transpose(0, 1)
         output[start:stop].view(stop - start, kv_heads, heads // kv_heads, size).copy_(mixed)
 
 
-def _later(first: int, count: int, seen: int) -> torch.Tensor:
-    """[n, 1, seen] bool: the tokens that come after each of `count` queries from `first` on."""
+def _first_seen(position: int, window: int) -> int:
+    return max(0, position + 1 - window) if window else 0
+
+
+def _hidden(first: int, count: int, tokens: range, window: int) -> torch.Tensor:
+    """[n, 1, tokens] bool: what each of `count` queries from position `first` on does not see."""
     own = torch.arange(first, first + count).view(-1, 1, 1)
-    return torch.arange(seen) > own
+    positions = torch.arange(tokens.start, tokens.stop)
+    hidden = positions > own
+    return hidden | (positions + window <= own) if window else hidden
 
 
 def as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -6,12 +6,14 @@ heads     0 0 0 0 1 .  ->  0 0 0 0 | 1 . . .                    as many a key he
 """
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 
 import torch
 
+from backends.sim.arithmetic import Scores
 from backends.sim.device import SimDevice
 from backends.sim.driver import RowLengths
 from backends.sim.launcher import pieces
@@ -94,23 +96,25 @@ class SimAttention:
         query: torch.Tensor,
         q_to_kv: tuple[int, ...],
         scale: float,
+        window: int,
+        soft_cap: float,
     ) -> torch.Tensor:
         """Causal attention of every row over its own blocks."""
         device = self._devices.holding(cache.keys[layer])
         heads = uniform_heads(q_to_kv, cache.keys[layer].shape[2])
-        query = device.contiguous(query)
+        query, rule = device.contiguous(query), Scores(scale, window, soft_cap)
         if heads.is_identity:
-            return self._attend(device, cache, layer, query, scale)
+            return self._attend(device, cache, layer, query, rule)
         tokens, _, size = query.shape
         padded = device.allocate((tokens, len(heads.filled), size), query.dtype)
         device.driver.take_heads(query, heads.filled, padded)
-        attended = self._attend(device, cache, layer, padded, scale)
+        attended = self._attend(device, cache, layer, padded, rule)
         output = device.allocate(query.shape, query.dtype)
         device.driver.take_heads(attended, heads.places, output)
         return output
 
     def _attend(
-        self, device: SimDevice, cache: PagedKV, layer: int, query: torch.Tensor, scale: float
+        self, device: SimDevice, cache: PagedKV, layer: int, query: torch.Tensor, rule: Scores
     ) -> torch.Tensor:
         output = device.allocate(query.shape, query.dtype)
         for run in _inputs(cache, device).runs:
@@ -118,12 +122,26 @@ class SimAttention:
             own, result = query[run.tokens], output[run.tokens]
             if run.decodes:
                 device.driver.speculative_attention(
-                    own, *caches, run.tables, run.lengths, scale, result
+                    own,
+                    *caches,
+                    run.tables,
+                    run.lengths,
+                    rule.scale,
+                    result,
+                    max_window_size=rule.window or -1,
+                    logits_soft_cap=rule.soft_cap,
                 )
             else:
-                alpha = scale * math.sqrt(query.shape[-1])
+                alpha = rule.scale * math.sqrt(query.shape[-1])
                 device.driver.prefill_attention(
-                    own, *caches, run.tables, run.lengths, alpha, result
+                    own,
+                    *caches,
+                    run.tables,
+                    run.lengths,
+                    alpha,
+                    result,
+                    swa_left=rule.window - 1,
+                    logits_soft_cap=rule.soft_cap,
                 )
         return output
 
@@ -144,7 +162,10 @@ _INPUTS = "sim-inputs"
 
 
 def _runs(cache: PagedKV, device: SimDevice) -> list[RowRun]:
-    starts, contexts = cache.query_starts, cache.context_starts
+    starts = cache.query_starts
+    # The kernels count from the first token of the first block. It may be a later one of the
+    # request: scores depend on no position, only what is hidden does, by differences.
+    contexts = tuple(map(operator.sub, cache.context_starts, cache.table_starts))
     tables = device.indices(cache.block_tables)
     pairs = list(zip(starts[:-1], contexts, strict=True))
     on_chip = device.to_chip(torch.tensor(pairs, dtype=torch.int32).view(-1, 2))

@@ -141,7 +141,11 @@ class SimDevice(Device):
 
     def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy without gaps where the kernels misread one with gaps."""
-        if tensor.is_contiguous() or not self._profile.contiguous_only.value:
+        return self.without_gaps(tensor) if self._profile.contiguous_only.value else tensor
+
+    def without_gaps(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy if it has gaps."""
+        if tensor.is_contiguous():
             return tensor
         copied = self.allocate(tensor.shape, tensor.dtype)
         self.copy(tensor, copied)

@@ -5,13 +5,16 @@ arguments at once and queues the arithmetic; outputs are filled when the chip ge
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from backends.sim import arithmetic, sampling_arithmetic
+from backends.sim.arithmetic import Scores
 from backends.sim.launcher import Launcher, size_bytes
+from backends.simulator.kernel_rules import KernelRejected, spoiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,25 @@ class RowLengths:
     def rows(self) -> int:
         """How many rows."""
         return len(self.contexts)
+
+    def seen_tokens(self, window: int) -> int:
+        """Tokens that some query of a row sees, of all rows."""
+        return sum(
+            count + (min(context, window - 1) if window else context)
+            for count, context in zip(self._counts(), self.contexts, strict=True)
+        )
+
+    def pairs(self, window: int) -> int:
+        """Query-key pairs: a query sees its context and the queries up to itself, or a window."""
+        total = 0
+        for count, context in zip(self._counts(), self.contexts, strict=True):
+            # The first queries see less than a window, one token more each.
+            growing = min(count, max(0, window - context)) if window else count
+            total += growing * context + growing * (growing + 1) // 2 + (count - growing) * window
+        return total
+
+    def _counts(self) -> Iterator[int]:
+        return (stop - start for start, stop in pairwise(self.starts))
 
 
 class SimDriver(Launcher):
@@ -119,6 +141,16 @@ class SimDriver(Launcher):
             exact_rows=x.shape[0],
         )
 
+    def gelu_tanh_and_mul(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """y [T, I] = gelu of the first half of x [T, 2I], times the second."""
+        if not self.profile.gelu_gate.value:
+            raise KernelRejected(f"{self.profile.name} has no kernel gelu_tanh_and_mul")
+        self.launch("gelu_mul", lambda: arithmetic.gelu_gate(x, y), (x,), (y,))
+
+    def multiply(self, x: torch.Tensor, number: float) -> None:
+        """x times a number, in place, rounded once."""
+        self.launch("multiply", lambda: arithmetic.multiply_by(x, number), (x,), (x,))
+
     # ------------------------------------------------------------ keys, values, attention
 
     def reshape_and_cache(
@@ -131,14 +163,19 @@ class SimDriver(Launcher):
         places: torch.Tensor,
     ) -> None:
         """Token t of k and v [T, kv_heads, d] goes to place places[t] of block blocks[t]."""
+
+        def write(key: torch.Tensor, value: torch.Tensor) -> None:
+            arithmetic.write_slots(k_cache, v_cache, blocks, places, key, value)
+
         self.launch(
             "write_kv",
-            lambda: arithmetic.write_slots(k_cache, v_cache, blocks, places, k, v),
+            lambda: write(k, v),
             (k, v),
             (),
             indices=(blocks, places),
             caches=(k_cache, v_cache),
             moved_bytes=4 * size_bytes(k),
+            wrong=lambda: write(spoiled(k), spoiled(v)),
         )
 
     def speculative_attention(
@@ -150,9 +187,16 @@ class SimDriver(Launcher):
         lengths: RowLengths,
         scale: float,
         out: torch.Tensor,
+        max_window_size: int = -1,
+        logits_soft_cap: float = 0.0,
     ) -> None:
-        """Decode attention, one query a row, over so many rows only."""
-        self._attend("decode", q, k_cache, v_cache, block_tables, lengths, scale, out)
+        """Decode attention, one query a row, over so many rows only.
+
+        max_window_size: how many tokens a query sees, itself included; -1 is all.
+        """
+        window = max(0, max_window_size)
+        scores = Scores(scale, window, logits_soft_cap)
+        self._attend("decode", q, k_cache, v_cache, block_tables, lengths, scores, out)
 
     def prefill_attention(
         self,
@@ -163,10 +207,15 @@ class SimDriver(Launcher):
         lengths: RowLengths,
         alpha: float,
         out: torch.Tensor,
+        swa_left: int = -1,
+        logits_soft_cap: float = 0.0,
     ) -> None:
-        """Causal attention, any number of queries a row; divides alpha by sqrt(d) itself."""
-        scale = alpha / math.sqrt(q.shape[-1])
-        self._attend("prefill", q, k_cache, v_cache, block_tables, lengths, scale, out)
+        """Causal attention, any number of queries a row; divides alpha by sqrt(d) itself.
+
+        swa_left: how many tokens before itself a query sees; -1 is all.
+        """
+        scores = Scores(alpha / math.sqrt(q.shape[-1]), swa_left + 1, logits_soft_cap)
+        self._attend("prefill", q, k_cache, v_cache, block_tables, lengths, scores, out)
 
     def _attend(
         self,
@@ -176,9 +225,10 @@ class SimDriver(Launcher):
         v_cache: torch.Tensor,
         block_tables: torch.Tensor,
         lengths: RowLengths,
-        scale: float,
+        scores: Scores,
         out: torch.Tensor,
     ) -> None:
+        self._check_scores(kind, scores)
         _, heads, size = q.shape
         kv_heads = k_cache.shape[2]
         if heads % kv_heads:
@@ -194,10 +244,10 @@ class SimDriver(Launcher):
             for row, (start, context) in enumerate(zip(starts, contexts, strict=True)):
                 tokens = slice(start - first, ends[row] - first)
                 arithmetic.attend(
-                    q[tokens], k_cache, v_cache, block_tables[row], context, scale, out[tokens]
+                    q[tokens], k_cache, v_cache, block_tables[row], context, scores, out[tokens]
                 )
 
-        seen = sum(lengths.contexts) + q.shape[0]
+        seen = lengths.seen_tokens(scores.window)
         self.launch(
             "attention",
             run,
@@ -206,9 +256,15 @@ class SimDriver(Launcher):
             indices=(block_tables, lengths.on_chip),
             caches=(k_cache, v_cache),
             moved_bytes=2 * size_bytes(q) + 2 * seen * kv_heads * size * q.element_size(),
-            flops=4.0 * heads * size * _pairs(lengths),
+            flops=4.0 * heads * size * lengths.pairs(scores.window),
             decode_rows=lengths.rows if kind == "decode" else 0,
         )
+
+    def _check_scores(self, kind: str, scores: Scores) -> None:
+        if scores.window and not self.profile.attention_window.value:
+            raise KernelRejected(f"{self.profile.name}: {kind} attention has no window")
+        if scores.soft_cap and not self.profile.attention_soft_cap.value:
+            raise KernelRejected(f"{self.profile.name}: {kind} attention has no soft cap")
 
     def take_heads(self, x: torch.Tensor, heads: tuple[int, ...], out: torch.Tensor) -> None:
         """out[:, i] = x[:, heads[i]], zeros where that is -1."""
@@ -288,14 +344,3 @@ class SimDriver(Launcher):
 
 def _fill(out: torch.Tensor, value: float) -> None:
     out.fill_(value)
-
-
-def _pairs(lengths: RowLengths) -> float:
-    """Query-key pairs: every query sees its context and the queries up to itself."""
-    counts = (stop - start for start, stop in pairwise(lengths.starts))
-    return float(
-        sum(
-            count * context + count * (count + 1) / 2
-            for count, context in zip(counts, lengths.contexts, strict=True)
-        )
-    )

@@ -6,17 +6,20 @@ Results are allocated on the chip and written late: in the order of the chip's w
 when the host waits for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from backends.sim.attention import SimAttention
+from backends.sim.fallback import Reference, SimFallback
 from backends.sim.launcher import pieces
 from backends.sim.open_devices import OpenDevices
 from backends.sim.sampling import SimSampling
+from backends.simulator.profile import Profile
 from kernels.paged_kv import PAGED_ORDER
-from kernels.spec import Implementation, Support
+from kernels.spec import SOFT_CAP, WINDOW, Implementation, Support
 
 
 class SimKernels:
@@ -25,19 +28,28 @@ class SimKernels:
     def __init__(self, devices: OpenDevices) -> None:
         self._devices = devices
 
-    def embedding(self, ids: torch.Tensor, weight: torch.Tensor, first_row: int) -> torch.Tensor:
+    def embedding(
+        self, ids: torch.Tensor, weight: torch.Tensor, first_row: int, scale: float
+    ) -> torch.Tensor:
         """Indices go in as the kernel wants them."""
         device = self._devices.holding(weight)
         output = device.allocate((ids.shape[0], weight.shape[1]), weight.dtype)
         ids, weight = device.indices(ids), device.contiguous(weight)
         device.driver.embedding(ids, weight, first_row, output)
+        if scale != 1.0:
+            device.driver.multiply(output, scale)
         return output
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """The norm of each row."""
+        """The norm of each row; the kernel takes rows only, not heads of rows."""
         device = self._devices.holding(weight)
         output = device.allocate(x.shape, x.dtype)
-        device.driver.rmsnorm(device.contiguous(x), weight, output, epsilon)
+        if x.ndim == 2:
+            device.driver.rmsnorm(device.contiguous(x), weight, output, epsilon)
+        else:
+            rows = (-1, x.shape[-1])
+            flat = device.without_gaps(x).view(rows)
+            device.driver.rmsnorm(flat, weight, output.view(rows), epsilon)
         return output
 
     def add_rms_norm(
@@ -113,10 +125,33 @@ class SimKernels:
         device.copy(self.silu_mul(halves.view(rows, 2 * padded))[:, :width], output)
         return output
 
-    def implementations(self) -> tuple[Implementation, ...]:
-        """All operations, for a kernel table."""
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Gelu of the first half, times the second."""
+        device = self._devices.holding(gate_up)
+        output = device.allocate((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype)
+        device.driver.gelu_tanh_and_mul(device.contiguous(gate_up), output)
+        return output
+
+    def implementations(self, profile: Profile, reference: Reference) -> tuple[Implementation, ...]:
+        """All operations, for a kernel table: the library's, and behind them what it lacks."""
+        fallback, paged = SimFallback(self._devices, reference), Support(layouts=(PAGED_ORDER,))
+        every_feature = replace(paged, features=(WINDOW, SOFT_CAP))
+        return (
+            *self._library(profile),
+            Implementation("gelu_mul", "sim-formula", fallback.gelu_mul, rank=1),
+            Implementation("soft_cap", "sim-formula", fallback.soft_cap, rank=1),
+            Implementation("attention", "sim-formula", fallback.attention, every_feature, rank=1),
+        )
+
+    def _library(self, profile: Profile) -> Iterator[Implementation]:
+        """What the vendor's library has on this kind of chip."""
         attention, sampling = SimAttention(self._devices), SimSampling(self._devices)
         anything, paged = Support(), Support(layouts=(PAGED_ORDER,))
+        asked = {
+            WINDOW: profile.attention_window.value,
+            SOFT_CAP: profile.attention_soft_cap.value,
+        }
+        features = tuple(feature for feature, there in asked.items() if there)
         functions: dict[str, tuple[Callable[..., Any], Support]] = {
             "embedding": (self.embedding, anything),
             "rms_norm": (self.rms_norm, anything),
@@ -126,12 +161,12 @@ class SimKernels:
             "rotary": (self.rotary, anything),
             "silu_mul": (self.silu_mul, anything),
             "write_kv": (attention.write_kv, paged),
-            "attention": (attention.attention, paged),
+            "attention": (attention.attention, replace(paged, features=features)),
             "adjust_logits": (sampling.adjust_logits, anything),
             "sample": (sampling.sample, anything),
             "token_logprobs": (sampling.token_logprobs, anything),
         }
-        return tuple(
-            Implementation(operation, "sim-driver", function, support)
-            for operation, (function, support) in functions.items()
-        )
+        if profile.gelu_gate.value:
+            functions["gelu_mul"] = (self.gelu_mul, anything)
+        for operation, (function, support) in functions.items():
+            yield Implementation(operation, "sim-driver", function, support)

@@ -10,6 +10,9 @@ from backends.simulator.chip import SimulatedChip
 from backends.simulator.kernel_rules import check_arguments
 from backends.simulator.profile import Labelled, sourced
 
+_FORMULA_PASSES = 8
+"""Assumed: about the elementwise operations of the reference's formulas."""
+
 
 class Launcher:
     """Launches on one chip.
@@ -44,13 +47,14 @@ class Launcher:
         exact_rows: int = 0,
         moved_bytes: int | None = None,
         flops: float = 0.0,
+        wrong: Callable[[], None] | None = None,
     ) -> None:
         """Queues `run`. Raises KernelRejected for arguments that the chip's kernels refuse.
 
         reads, writes: all tensors but the layers of a KV arena, which are `caches`, and those that
         hold positions, ids or tables, which are `indices`. exact_rows: rows of a kernel whose
         results are silently wrong beyond a limit. moved_bytes: None is every byte of reads and
-        writes, once.
+        writes, once. wrong: what a fault script makes of a kernel that writes into caches.
         """
         check_arguments(
             self.profile if whole_words else self._any_width,
@@ -70,7 +74,25 @@ class Launcher:
                 writes=writes,
                 seconds=self.profile.seconds(moved_bytes=moved_bytes, flops=flops),
                 rows=exact_rows,
+                wrong=wrong,
             )
+        )
+
+    def launch_formula(
+        self,
+        name: str,
+        run: Callable[[], None],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        moved_bytes: int,
+    ) -> None:
+        """Queues a formula of plain torch, which takes any tensor and is slow.
+
+        moved_bytes: what one of its many passes through memory moves.
+        """
+        seconds = self.profile.seconds(moved_bytes=_FORMULA_PASSES * moved_bytes)
+        self.submit(
+            partial(self._chip.launch, name, run, reads=reads, writes=writes, seconds=seconds)
         )
 
     def submit(self, launch: Callable[[], None]) -> None:

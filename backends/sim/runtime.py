@@ -46,7 +46,9 @@ class SimRuntime(BackendRuntime):
         self._sim = backend
         self._options = parse_options(config.options)
         self._open = OpenDevices()
-        self._implementations = SimKernels(self._open).implementations()
+        self._implementations = SimKernels(self._open).implementations(
+            PROFILES[backend.variant], self.fallback
+        )
 
     @override
     def open_device(self, chip: ChipDescription) -> Device:

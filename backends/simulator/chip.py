@@ -119,11 +119,13 @@ class SimulatedChip(Engine):
         seconds: float = 0.0,
         stream: Stream | None = None,
         rows: int = 0,
+        wrong: Callable[[], None] | None = None,
     ) -> None:
         """Asks for a kernel: `function` does its arithmetic on this chip's memory, later.
 
         Every tensor it touches is named in `reads` or `writes`. rows: what the profile's limit of
-        right results is about.
+        right results is about. wrong: what runs instead where a fault makes the results wrong; None
+        spoils all of `writes` afterwards.
         """
         inputs, outputs = tuple(reads), tuple(writes)
         with self.lock:
@@ -133,7 +135,7 @@ class SimulatedChip(Engine):
                 self._allocations.keep_workspace(name, (*inputs, *outputs))
             fault = self._count("launch")
             if self.faults.is_wrong(name) or gets_wrong(self.profile, rows):
-                function = partial(_run_wrongly, function, outputs)
+                function = wrong or partial(_run_wrongly, function, outputs)
             self.recorder.launches += 1
             operation = self.operation(name, function, seconds * self.faults.slowness(), stream)
             operation.regions = regions

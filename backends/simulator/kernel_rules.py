@@ -72,3 +72,10 @@ def spoil(tensor: torch.Tensor) -> None:
         tensor.neg_().add_(1)
     else:
         tensor.bitwise_xor_(1)
+
+
+def spoiled(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is wrong but plausible."""
+    copied = tensor.clone()
+    spoil(copied)
+    return copied

@@ -64,6 +64,12 @@ class Profile:
 
     decode_rows_max: Labelled[int | None]
     """Decode attention rejects more rows."""
+    attention_window: Labelled[bool]
+    """Attention kernels can leave out what lies behind a window."""
+    attention_soft_cap: Labelled[bool]
+    """Attention kernels can bound their scores."""
+    gelu_gate: Labelled[bool]
+    """There is a kernel for gelu times its other half."""
     wrong_result_rows_min: Labelled[int | None]
     """From so many rows on a kernel's result is silently wrong."""
     int32_indices_only: Labelled[bool]
@@ -133,6 +139,9 @@ IDEAL = Profile(
     deferred_out_of_memory=sourced(False, _CUDA),
     can_capture=sourced(True, _CUDA),
     decode_rows_max=sourced(None, "FlashInfer documentation"),
+    attention_window=sourced(True, "FlashInfer documentation: window_left"),
+    attention_soft_cap=sourced(True, "FlashInfer documentation: logits_soft_cap"),
+    gelu_gate=sourced(True, "FlashInfer documentation: gelu_tanh_and_mul"),
     wrong_result_rows_min=assumed(None, "kernels are right"),
     int32_indices_only=sourced(False, "PyTorch documentation"),
     contiguous_only=sourced(False, "PyTorch documentation"),
@@ -160,6 +169,9 @@ P800_SHIM = replace(
     sticky_errors=sourced(True, "vLLM-Kunlun #475: status 700 on every later call"),
     can_capture=sourced(True, "vLLM-Kunlun Kunlun_Graph.md: piecewise"),
     decode_rows_max=assumed(512, "1024 rows are rejected and 32 work, vLLM-Kunlun #477"),
+    attention_window=sourced(True, "vLLM-Kunlun kunlun_attn.py: swa_left, max_window_size"),
+    attention_soft_cap=sourced(False, "vLLM-Kunlun kunlun_attn.py: no such argument"),
+    gelu_gate=sourced(False, "sglang-plugin-FL kunlunxin.yaml: gelu is broken; only swiglu"),
     int32_indices_only=sourced(True, "sglang-plugin-FL fused_moe.py"),
     contiguous_only=sourced(True, "vLLM-Kunlun layernorm.py"),
     alignment_bytes=sourced(16, "sglang-kunlun elementwise.py"),
@@ -173,6 +185,7 @@ XRE_NATIVE = replace(
     P800_SHIM,
     name="xre_native",
     summary="the same chip through its native runtime, strict",
+    attention_window=sourced(False, "vLLM-Kunlun: a build of kunlun_ops has no max_window_size"),
     event_query=sourced("unsupported", _XRE),
     synchronize_covers=sourced("default_stream", _XRE),
     stale_reads_after_async_copy=sourced(True, "FlagGems, C++ over the native runtime"),

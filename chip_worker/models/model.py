@@ -1,14 +1,15 @@
 """What a model architecture provides: one file per architecture, registered in `registry`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from backends.interface import BoundKV, Communicator, KernelTable, Lifetime, Requirement
+from chip_worker.checkpoint import Checkpoint
 from chip_worker.model_config import ModelConfig
-from chip_worker.models.layers import DecoderWeights
+from chip_worker.models.decoder_weights import DecoderWeights
 from chip_worker.step_memory import StepMemory
 from chip_worker.tensor_parallel import ShardPlan
 from chip_worker.weights import ShardReader
@@ -39,10 +40,13 @@ class ModelPlace:
 class Model(ABC):
     """A model bound to one rank for one epoch; weights are kept by the caller between epochs."""
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def check(config: ModelConfig) -> None:
-        """Raises ModelError naming what this architecture's code cannot do."""
+    def describe(cls, checkpoint: Checkpoint) -> ModelConfig:
+        """What the checkpoint holds, checked against it tensor by tensor; loads no weights.
+
+        Raises ModelError naming what is missing, does not fit or cannot be computed.
+        """
 
     @staticmethod
     @abstractmethod
@@ -51,7 +55,7 @@ class Model(ABC):
 
     @staticmethod
     @abstractmethod
-    def load(reader: ShardReader) -> DecoderWeights:
+    def load(config: ModelConfig, shard: ShardPlan, reader: ShardReader) -> DecoderWeights:
         """Reads the shard. Raises ModelError or OutOfMemory."""
 
     @staticmethod
@@ -66,10 +70,13 @@ class Model(ABC):
         """Binds weights to a place."""
 
     @abstractmethod
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: BoundKV) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, caches: Sequence[BoundKV]
+    ) -> torch.Tensor:
         """ids and positions [T] int64 on the chip -> hidden states after the last norm [T, H].
 
-        Writes the tokens' keys and values. The same result on every rank.
+        caches: of every KV group, as `chip_worker.kv_groups` orders them. Writes the tokens' keys
+        and values. The same result on every rank.
         """
 
     @abstractmethod

@@ -31,20 +31,27 @@ class SummedProjection:
         self._memory = memory
         self._overlaps = overlaps and communicator.world_size > 1
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, K], weight [H, K], this rank's K -> [T, H], valid until the next call."""
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [T, K], weight [H, K], this rank's K -> [T, H], valid until the next call.
+
+        bias [H]: on one rank only, for it is summed too.
+        """
         if self._overlaps and x.shape[0] >= 2 * CHUNK_TOKENS:
-            return self._in_chunks(x, weight)
-        output: torch.Tensor = self._linear(x, weight, None, None)
+            return self._in_chunks(x, weight, bias)
+        output: torch.Tensor = self._linear(x, weight, bias, None)
         self._communicator.all_reduce(output).wait_stream()
         return output
 
-    def _in_chunks(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _in_chunks(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         output = self._memory.buffer("linear", (x.shape[0], weight.shape[0]), x.dtype)
         sums = []
         for rows in _chunks(x.shape[0]):
             part = output[rows]
-            self._memory.device.copy(self._linear(x[rows], weight, None, None), part)
+            self._memory.device.copy(self._linear(x[rows], weight, bias, None), part)
             sums.append(self._communicator.all_reduce(part))
         for work in sums:
             work.wait_stream()

@@ -19,6 +19,8 @@ from protos import worker_pb2
 
 # Steps in flight are bounded by the pipeline depth; a worker this far behind no longer reads.
 OUTBOX_MESSAGES_MAX = 64
+WRITE_DEADLINE_S = 5.0
+"""Of one message; a frozen worker is found by its heartbeats before."""
 
 MESSAGE_STALE = "worker.message_stale"
 MESSAGE_REFUSED = "worker.message_refused"
@@ -94,7 +96,16 @@ class StepStream:
     async def _write(self, context: Context) -> None:
         try:
             while True:
-                await context.write(await self._outbox.get())
+                message = await self._outbox.get()
+                # Not to be left in the middle: gRPC sends no status while a message is on its way,
+                # and the worker would wait for one.
+                with anyio.move_on_after(WRITE_DEADLINE_S, shield=True) as patience:
+                    await context.write(message)
+                if patience.cancelled_caught:
+                    self.close(
+                        grpc.StatusCode.UNAVAILABLE,
+                        f"the worker took no message for {WRITE_DEADLINE_S:g} s",
+                    )
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             self.close(grpc.StatusCode.UNAVAILABLE, f"the stream cannot be written: {error}")
 

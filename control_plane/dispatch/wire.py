@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from control_plane.errors import ProtocolError
 from control_plane.request import Sampling
+from control_plane.scheduling.kv_groups import KVGroups
 from control_plane.scheduling.messages import (
     Admission,
     Event,
@@ -33,6 +34,8 @@ PROTOCOL_VERSION = 1
 WORKER_ID_CHARACTERS_MAX = 128
 REASON_CHARACTERS_MAX = 1000
 """A reason is kept and shown for as long as the worker's name is known."""
+KV_GROUPS_MAX = 256
+"""Each costs a block table for every request."""
 BLOCKS_MAX = 1 << 24
 """The ledger keeps a few bytes for every block."""
 
@@ -89,20 +92,24 @@ def encode_form_group(
     context_tokens = worker.context_tokens
     if settings.context_tokens is not None:
         context_tokens = min(context_tokens, settings.context_tokens)
+    block_tokens = effect.block_tokens or settings.block_tokens
+    slots = effect.slots or settings.slots
+    kv = KVGroups(worker.kv_windows, block_tokens, settings.chunk_tokens)
     form = worker_pb2.FormGroup(
         term=term,
         group_id=effect.group_id,
         group_epoch=effect.epoch,
         layout=worker_pb2.GroupLayout(tensor_rank=effect.rank, tensor_size=effect.world_size),
         deadline_s=effect.deadline_s,
-        block_tokens=effect.block_tokens or settings.block_tokens,
-        slots=effect.slots or settings.slots,
+        block_tokens=block_tokens,
+        slots=slots,
         chunk_tokens=settings.chunk_tokens,
         context_tokens=context_tokens,
         kv_policy=settings.kv_policy,
         step_deadline_s=settings.step_deadline_s,
         vocabulary_tokens=settings.vocabulary_tokens,
         probe_deadline_s=settings.probe_deadline_s,
+        blocks_wanted=slots * kv.cost(context_tokens),
     )
     return worker_pb2.AttachResponse(form=form).SerializeToString()
 
@@ -136,8 +143,12 @@ def encode_step(plan: StepPlan, term: int) -> bytes:
         extension_slot=[slot for slot, _ in plan.extensions],
         extension_count=[len(ids) for _, ids in plan.extensions],
         extension_ids=[token_id for _, ids in plan.extensions for token_id in ids],
-        block_slot=[slot for slot, _ in plan.new_blocks],
-        block_id=[block_id for _, block_id in plan.new_blocks],
+        block_slot=[slot for slot, _, _ in plan.new_blocks],
+        block_id=[block_id for _, _, block_id in plan.new_blocks],
+        block_kv_group=_encode_kv_groups([kv_group for _, kv_group, _ in plan.new_blocks]),
+        drop_slot=[slot for slot, _, _ in plan.drops],
+        drop_kv_group=[kv_group for _, kv_group, _ in plan.drops],
+        drop_count=[count for _, _, count in plan.drops],
         row_slot=[row.slot for row in plan.rows],
         row_tokens=[row.tokens_count for row in plan.rows],
         sampled_row=[index for index, row in enumerate(plan.rows) if row.sampled],
@@ -146,13 +157,21 @@ def encode_step(plan: StepPlan, term: int) -> bytes:
     return worker_pb2.AttachResponse(step=step).SerializeToString()
 
 
+def _encode_kv_groups(kv_groups: list[int]) -> list[int]:
+    """The KV groups of a column of blocks; none is all of group 0."""
+    return kv_groups if any(kv_groups) else []
+
+
 def _encode_admission(admission: Admission) -> worker_pb2.Admission:
+    tables = admission.block_tables
+    kv_groups = [kv_group for kv_group, block_ids in enumerate(tables) for _ in block_ids]
     return worker_pb2.Admission(
         slot=admission.slot,
         token_ids=admission.token_ids,
         output_start=admission.output_start,
         cached_count=admission.cached_count,
-        block_ids=admission.block_ids,
+        block_ids=[block_id for block_ids in tables for block_id in block_ids],
+        block_kv_group=_encode_kv_groups(kv_groups),
         sampling=_encode_sampling(admission.sampling),
         wants=worker_pb2.RowWants(
             logprob=admission.wants_logprobs,
@@ -217,10 +236,22 @@ def decode_hello(hello: worker_pb2.Hello) -> WorkerInfo:
         term_highest=hello.term_highest,
         batch_invariant=hello.chip.batch_invariant,
         rows_max=hello.chip.rows_max,
+        kv_windows=_decode_kv_windows(hello),
         unavailable_reason=_decode_reason(hello),
         device_id=hello.chip.device_id,
         chip_index=hello.chip.index,
     )
+
+
+def _decode_kv_windows(hello: worker_pb2.Hello) -> tuple[int, ...]:
+    """The windows of its model's KV groups. Raises ProtocolError for more than a model can have."""
+    kv_windows = hello.model.kv_window
+    if len(kv_windows) > KV_GROUPS_MAX:
+        raise ProtocolError(
+            f"worker {hello.worker_id!r} names {len(kv_windows)} KV groups in kv_window; give at "
+            f"most {KV_GROUPS_MAX}"
+        )
+    return tuple(kv_windows) or (0,)
 
 
 def _decode_reason(hello: worker_pb2.Hello) -> str | None:

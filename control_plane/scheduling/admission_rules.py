@@ -16,8 +16,7 @@ def tokens_limit(
     prompt_count = len(request.prompt_ids)
     assert prompt_count, "intake admits no empty prompt"
     assert request.max_tokens is None or request.max_tokens >= 1, "a token is drawn in any case"
-    memory_tokens = max(load.total_blocks * load.block_tokens for load in groups)
-    room_tokens = min(context_tokens, memory_tokens)
+    room_tokens = min(context_tokens, max(load.tokens_max for load in groups))
     if prompt_count >= room_tokens:
         return InvalidRequest(
             f"prompt: {prompt_count} tokens leave no room for output in the {room_tokens} that "

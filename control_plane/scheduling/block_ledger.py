@@ -9,6 +9,10 @@ class BlockLedger:
     A block is *referenced* while a request holds it, *cached* while nobody does but the prefix
     index lists it, else *free*; free + cached + referenced = total after every call. The same block
     may be given away again at once: steps run in order on the workers.
+
+    A windowed block is one of a table that gives up a block for each it takes. So that the exchange
+    never fails, each reference to it counts as a block of its own: a block is *owed* for all but
+    the first, and giving one up makes one available even while others hold it.
     """
 
     def __init__(self, total: int) -> None:
@@ -17,7 +21,9 @@ class BlockLedger:
         self._free_ids = list(range(total - 1, -1, -1))
         self._references = [0] * total
         self._indexed = bytearray(total)
+        self._windowed = bytearray(total)
         self._cached_count = 0
+        self._owed_count = 0
 
     @property
     def free_count(self) -> int:
@@ -32,7 +38,7 @@ class BlockLedger:
     @property
     def available_count(self) -> int:
         """Blocks a request can get, if need be by evicting cached ones."""
-        return len(self._free_ids) + self._cached_count
+        return len(self._free_ids) + self._cached_count - self._owed_count
 
     def counts(self) -> BlockCounts:
         """All counts in one record."""
@@ -43,12 +49,21 @@ class BlockLedger:
         """How many requests hold the block."""
         return self._references[block_id]
 
-    def allocate(self) -> int:
+    def is_windowed(self, block_id: int) -> bool:
+        """Whether the block was last given to a table with a window."""
+        return bool(self._windowed[block_id])
+
+    def returns(self, block_id: int) -> int:
+        """How many blocks become available when one reference to this one is dropped: 1 or 0."""
+        return 1 if self._windowed[block_id] or self._references[block_id] == 1 else 0
+
+    def allocate(self, *, windowed: bool = False) -> int:
         """Takes a free block with one reference; the caller has made sure that there is one."""
         block_id = self._free_ids.pop()
         assert not self._references[block_id], block_id
         assert not self._indexed[block_id], block_id
         self._references[block_id] = 1
+        self._windowed[block_id] = windowed
         return block_id
 
     def reference(self, block_id: int) -> None:
@@ -56,6 +71,8 @@ class BlockLedger:
         assert self._indexed[block_id], block_id
         if not self._references[block_id]:
             self._cached_count -= 1
+        else:
+            self._owed_count += self._windowed[block_id]
         self._references[block_id] += 1
 
     def release(self, block_id: int) -> None:
@@ -63,6 +80,7 @@ class BlockLedger:
         assert self._references[block_id] > 0, block_id
         self._references[block_id] -= 1
         if self._references[block_id]:
+            self._owed_count -= self._windowed[block_id]
             return
         if self._indexed[block_id]:
             self._cached_count += 1
@@ -74,6 +92,12 @@ class BlockLedger:
         assert self._references[block_id], block_id
         assert not self._indexed[block_id], block_id
         self._indexed[block_id] = 1
+
+    def unmark_indexed(self, block_id: int) -> None:
+        """The index lists a referenced block no longer."""
+        assert self._references[block_id], block_id
+        assert self._indexed[block_id], block_id
+        self._indexed[block_id] = 0
 
     def evict(self, block_id: int) -> None:
         """The index lists a cached block no longer; it becomes free."""
@@ -95,3 +119,6 @@ class BlockLedger:
         idle_ids = {i for i in range(self.total) if not references[i]}
         assert free_ids == idle_ids - indexed_ids, "free blocks"
         assert self._cached_count == len(idle_ids & indexed_ids), "cached blocks"
+        owed = [references[i] - 1 for i in range(self.total) if references[i] and self._windowed[i]]
+        assert self._owed_count == sum(owed), "owed blocks"
+        assert self.available_count >= 0, "what is owed can be had"

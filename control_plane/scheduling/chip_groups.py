@@ -1,32 +1,24 @@
-"""The chip groups: which workers make up which group, in which epoch, and when an epoch ends.
+"""The table of chip groups and workers: what each event of a worker means for its group's epoch.
 
-    waiting --members idle--> forming --all ready--> serving
-       ^                         |                     |
-       '------ a rank lost, faulted, silent or late ---'
-
-The members are all workers of the group, or those that can while the others cannot (`muster`).
+events of workers, timers --> ChipGroups --> states of workers, blame --> GroupEpochs
 
 Decides about workers only; what becomes of the requests, its listener decides.
 """
 
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from control_plane.config import SchedulingConfig
-from control_plane.scheduling.group_members import ChipGroup, GroupState, Muster, muster
+from control_plane.scheduling.group_epochs import GroupEpochs, GroupListener
+from control_plane.scheduling.group_members import ChipGroup, GroupState
 from control_plane.scheduling.heartbeat_watch import HeartbeatWatch
 from control_plane.scheduling.messages import (
     Condemn,
     DropWorker,
     Effect,
-    FormGroup,
     Log,
     LogLevel,
     LossKind,
     RendezvousOpened,
-    ResetWorker,
     SendRendezvous,
     WorkerFaulted,
     WorkerInfo,
@@ -39,39 +31,14 @@ from control_plane.scheduling.worker_table import (
     Worker,
     WorkerState,
     WorkerTable,
+    worker_log,
 )
 
-RETRY_FIRST_S = 0.5
-RETRY_MAX_S = 30.0
-"""Pause before forming a group again whose last epochs never got to a step."""
-
-GATHER_S = 1.0
-"""From the first failure of a rank while its group forms to the end of that epoch: what fails on
-one chip often fails on others, and the victim of a fault often speaks before the culprit."""
-
-GROUP_SERVING = "group.serving"
-GROUP_EPOCH_ENDED = "group.epoch_ended"
-GROUP_FEWER_CHIPS = "group.fewer_chips"
-GROUP_ROWS_CLAMPED = "group.rows_clamped"
 WORKER_LOST = "worker.lost"
 WORKER_FAULTED = "worker.faulted"
 WORKER_UNAVAILABLE = "worker.unavailable"
 WORKER_UNUSED = "worker.unused"
-WORKER_REFUSED = {
-    WorkerState.CORDONED: "worker.cordoned",
-    WorkerState.MISMATCHED: "worker.mismatched",
-}
 EVENT_STALE = "worker.event_stale"
-
-
-class GroupListener(Protocol):
-    """Who is told of groups that come and go."""
-
-    def group_serves(self, group: ChipGroup, ranks: list[Worker], now: float) -> None:
-        """Every rank is ready; each has its `ready` record."""
-
-    def group_ended(self, group: ChipGroup, now: float) -> None:
-        """A serving group's epoch is over."""
 
 
 class ChipGroups:
@@ -87,12 +54,11 @@ class ChipGroups:
         self.workers = WorkerTable(config.own_faults_max, config.own_faults_window_s)
         self.groups: dict[str, ChipGroup] = {}
         self._watch = HeartbeatWatch(config, timers)
+        self._epochs = GroupEpochs(config, self.workers, self._watch, timers, emit, listener)
         self._config = config
         self._timers = timers
         self._emit = emit
-        self._listener = listener
         self._group_of: dict[str, ChipGroup] = {}
-        self._epoch_highest = 0
         first = 0
         for i, size in enumerate(config.group_sizes):
             worker_ids = tuple(f"chip{k}" for k in range(first, first + size))
@@ -112,7 +78,7 @@ class ChipGroups:
             if older.info.incarnation != info.incarnation:
                 self._drop(older, "superseded by a newer process of the same name")
             if group and info.worker_id in group.ranks:
-                self.end_epoch(group, f"worker {info.worker_id} registered again", now)
+                self._epochs.end(group, f"worker {info.worker_id} registered again", now)
         worker = Worker(info, group.group_id if group else "", now)
         if older and older.info.incarnation == info.incarnation:
             worker.has_served = older.has_served
@@ -127,7 +93,7 @@ class ChipGroups:
         if info.unavailable_reason is not None:
             self.workers.count_fault(info.worker_id, now)
             self._set_unavailable(worker, info.unavailable_reason)
-        self._try_form(group, now)
+        self._epochs.try_form(group, now)
 
     def lost(self, event: WorkerLost, now: float) -> None:
         """A worker's stream ended."""
@@ -174,7 +140,7 @@ class ChipGroups:
             return
         group = self._group_of[worker.worker_id]
         group.rendezvous_opened = True
-        for rank in self._ranks(group):
+        for rank in self._epochs.ranks(group):
             info = rank.info
             if info.worker_id == worker.worker_id:
                 continue
@@ -188,19 +154,7 @@ class ChipGroups:
         worker.state = WorkerState.READY
         worker.ready = event
         worker.heartbeat_at = now
-        group = self._group_of[worker.worker_id]
-        ranks = self._ranks(group)
-        if group.out or any(rank.state is not WorkerState.READY for rank in ranks):
-            return
-        group.state = GroupState.SERVING
-        self._timers.clear(("form", group.group_id))
-        for rank in ranks:
-            rank.state = WorkerState.SERVING
-            rank.has_served = True
-            rank.heartbeat_at = now  # The shorter allowance begins only now.
-            self._watch.arm(rank, now)
-        self._emit(Log(GROUP_SERVING, {"group": group.group_id, "epoch": group.epoch}))
-        self._listener.group_serves(group, ranks, now)
+        self._epochs.rank_ready(self._group_of[worker.worker_id], now)
 
     def heartbeat(self, worker_id: str, incarnation: int, now: float) -> None:
         """A sign of life."""
@@ -240,7 +194,7 @@ class ChipGroups:
         group = self.groups[group_id]
         if group.state is not GroupState.FORMING:
             return
-        ranks = [rank for rank in self._ranks(group) if rank.worker_id not in group.out]
+        ranks = [rank for rank in self._epochs.ranks(group) if rank.worker_id not in group.out]
         late = [rank for rank in ranks if rank.state is WorkerState.FORMING]
         if len(group.ranks) > 1 and not group.rendezvous_opened:
             late = [rank for rank in ranks if rank.worker_id == group.ranks[0]]
@@ -249,38 +203,34 @@ class ChipGroups:
         for worker in late:
             self.workers.count_fault(worker.worker_id, now)
             self._condemn(worker, f"not ready {self._config.formation_deadline_s:g} s after start")
-        self.end_epoch(group, "not formed in time", now)
+        self._epochs.end(group, "not formed in time", now)
 
     def step_overdue(self, group_id: str, now: float) -> None:
         """A step's result did not come. Blamed are the silent ranks, or the only one."""
         group = self.groups[group_id]
-        ranks = self._ranks(group)
+        ranks = self._epochs.ranks(group)
         silent = [rank for rank in ranks if now - rank.heartbeat_at > self._config.lease_s]
         for worker in ranks if len(ranks) == 1 else silent:
             self.workers.count_fault(worker.worker_id, now)
             self._condemn(worker, f"a step took over {self._config.step_deadline_s:g} s")
-        self.end_epoch(group, "a step's result is overdue", now)
+        self._epochs.end(group, "a step's result is overdue", now)
 
     def gathered(self, group_id: str, now: float) -> None:
         """The moment after the first failure in a forming group is over."""
         group = self.groups[group_id]
-        self.end_epoch(group, group.ended_by, now)
+        self._epochs.end(group, group.ended_by, now)
 
     def start_overdue(self, group_id: str, now: float) -> None:
-        """A group waited long enough for those that have not come: it goes on without them."""
-        group = self.groups[group_id]
-        found = muster(group, self.workers)
-        if group.state is not GroupState.WAITING or not found.members:
-            return
-        for worker_id in self._absent(found):
-            group.given_up[worker_id] = (
-                f"it did not come within {self._config.start_deadline_s:g} s"
-            )
-        self._try_form(group, now)
+        """A group waited long enough for those that have not come."""
+        self._epochs.start_overdue(self.groups[group_id], now)
 
     def retry_due(self, group_id: str, now: float) -> None:
         """The pause before forming a group again is over."""
-        self._try_form(self.groups[group_id], now)
+        self._epochs.try_form(self.groups[group_id], now)
+
+    def end_epoch(self, group: ChipGroup, reason: str, now: float) -> None:
+        """Ends a group's epoch; it is formed again if it can."""
+        self._epochs.end(group, reason, now)
 
     def step_finished(self, group: ChipGroup) -> None:
         """A step came back: the group works."""
@@ -293,161 +243,13 @@ class ChipGroups:
         for kind in ("form", "gather", "start"):
             self._timers.postpone(kind, stall_s)
 
-    # ------------------------------------------------------------ epochs
-
-    def end_epoch(self, group: ChipGroup, reason: str, now: float) -> None:
-        """Ends a group's epoch, tells the workers still attached, and forms it again if it can."""
-        was_serving = group.state is GroupState.SERVING
-        if group.state is GroupState.WAITING:
-            return
-        group.state = GroupState.WAITING
-        self._timers.clear(("form", group.group_id))
-        self._timers.clear(("gather", group.group_id))
-        fields = {"group": group.group_id, "epoch": group.epoch, "reason": reason}
-        self._emit(Log(GROUP_EPOCH_ENDED, fields, LogLevel.WARNING))
-        for rank in self._ranks(group):
-            if rank.is_forming or rank.is_serving:
-                if rank.is_forming:
-                    rank.heartbeat_at = now  # Loading may have kept it from a sign of life.
-                rank.state = WorkerState.IDLE
-                rank.ready = None
-                self._watch.arm(rank, now)
-                info = rank.info
-                self._emit(ResetWorker(info.worker_id, info.incarnation, group.epoch, reason))
-        if group.failures:
-            pause_s = min(RETRY_MAX_S, RETRY_FIRST_S * 2 ** min(group.failures - 1, 10))
-            group.retry_at = now + pause_s
-        group.failures += 1
-        group.ranks = ()
-        group.out.clear()
-        if was_serving:
-            self._listener.group_ended(group, now)
-        self._try_form(group, now)
+    # ------------------------------------------------------------ who is meant
 
     def _rank_failed(self, worker: Worker, reason: str, now: float) -> None:
-        """A worker cannot go on; if it is a rank, its epoch ends, at once unless it forms."""
+        """A worker cannot go on, which matters if it is a rank."""
         group = self._group_of.get(worker.worker_id)
-        if group is None or worker.worker_id not in group.ranks:
-            return
-        group.out.add(worker.worker_id)
-        ranks = self._ranks(group)
-        if group.state is not GroupState.FORMING or all(r.worker_id in group.out for r in ranks):
-            self.end_epoch(group, reason, now)
-        elif not self._timers.has(("gather", group.group_id)):
-            group.ended_by = reason
-            self._timers.set(("gather", group.group_id), now + GATHER_S)
-
-    def _try_form(self, group: ChipGroup, now: float) -> None:
-        """Starts an epoch if every member is idle and may be used, or the rest is given up."""
-        if group.state is not GroupState.WAITING:
-            return
-        self._review(group, now)
-        found = muster(group, self.workers)
-        if not found.members:
-            return
-        if found.awaited or (found.missing and not self._config.fewer_chips):
-            self._wait_for_rest(group, found, now)
-            return
-        if now < group.retry_at:
-            self._timers.set(("retry", group.group_id), group.retry_at)
-            return
-        self._timers.clear(("start", group.group_id))
-        self._begin_epoch(group, found, now)
-
-    def _begin_epoch(self, group: ChipGroup, found: Muster, now: float) -> None:
-        ranks = found.members
-        self._epoch_highest += 1
-        group.epoch = self._epoch_highest
-        group.state = GroupState.FORMING
-        group.ranks = tuple(rank.worker_id for rank in ranks)
-        group.rendezvous_opened = False
-        multiples = [rank.info.block_tokens_multiple for rank in ranks]
-        group.block_tokens = math.lcm(self._config.block_tokens, *multiples)
-        group.slots_count = self._allowed_rows(group, ranks)
-        if found.missing:
-            fields: dict[str, object] = {"group": group.group_id, "epoch": group.epoch}
-            fields |= {"chips": len(ranks), "missing": found.missing}
-            self._emit(Log(GROUP_FEWER_CHIPS, fields, LogLevel.WARNING))
-        deadline_s = self._config.formation_deadline_s
-        self._timers.set(("form", group.group_id), now + deadline_s)
-        for i, rank in enumerate(ranks):
-            rank.state = WorkerState.FORMING
-            self._watch.arm(rank, now)
-            self._emit(
-                FormGroup(
-                    worker_id=rank.worker_id,
-                    incarnation=rank.info.incarnation,
-                    group_id=group.group_id,
-                    epoch=group.epoch,
-                    rank=i,
-                    world_size=len(ranks),
-                    deadline_s=deadline_s,
-                    block_tokens=group.block_tokens,
-                    slots=group.slots_count,
-                )
-            )
-
-    def _allowed_rows(self, group: ChipGroup, ranks: Sequence[Worker]) -> int:
-        """Requests a group may compute at once: what is configured, or what its chips accept."""
-        asked = self._config.running_max
-        limited = [rank for rank in ranks if 0 < rank.info.rows_max < asked]
-        if not limited:
-            return asked
-        smallest = min(limited, key=lambda rank: rank.info.rows_max)
-        fields: dict[str, object] = {
-            "group": group.group_id,
-            "worker": smallest.worker_id,
-            "device": smallest.info.device,
-            "rows_max": smallest.info.rows_max,
-            "setting": "--max-running",
-            "asked": asked,
-        }
-        self._emit(Log(GROUP_ROWS_CLAMPED, fields, LogLevel.WARNING))
-        return smallest.info.rows_max
-
-    def _review(self, group: ChipGroup, now: float) -> None:
-        """Brings the states of unused workers up to date: cordoned, of another model, or idle.
-
-        Their model is the one most of them have; between two as many, that of the first worker.
-        """
-        unused = (WorkerState.IDLE, WorkerState.MISMATCHED, WorkerState.CORDONED)
-        known = [self.workers.get(worker_id) for worker_id in group.worker_ids]
-        attached = [worker for worker in known if worker and worker.state in unused]
-        digests = Counter(
-            worker.info.model_digest
-            for worker in attached
-            if not self.workers.is_cordoned(worker.worker_id, now)
-        )
-        digest = max(digests, key=digests.__getitem__, default="")
-        for worker in attached:
-            state = WorkerState.IDLE
-            if self.workers.is_cordoned(worker.worker_id, now):
-                state = WorkerState.CORDONED
-                until = self.workers.cordoned_until(worker.worker_id)
-                self._timers.set(("retry", group.group_id), until)
-            elif worker.info.model_digest != digest:
-                state = WorkerState.MISMATCHED
-            if state is not worker.state and state is not WorkerState.IDLE:
-                event = WORKER_REFUSED[state]
-                self._log(event, worker, LogLevel.WARNING, model=worker.info.model_digest)
-            worker.state = state
-
-    def _wait_for_rest(self, group: ChipGroup, found: Muster, now: float) -> None:
-        """Who is not there has a limited time from when the first one waits for it."""
-        key = ("start", group.group_id)
-        if self._config.fewer_chips and self._absent(found) and not self._timers.has(key):
-            self._timers.set(key, now + self._config.start_deadline_s)
-
-    def _absent(self, found: Muster) -> list[str]:
-        """Who is waited for and has no process here."""
-        return [name for name in found.awaited if not self.workers.is_attached(name)]
-
-    def _ranks(self, group: ChipGroup) -> list[Worker]:
-        """The attached workers of a group's present epoch, in the order of ranks."""
-        workers = [self.workers.get(worker_id) for worker_id in group.ranks]
-        return [worker for worker in workers if worker and worker.is_attached]
-
-    # ------------------------------------------------------------ who is meant
+        if group is not None and worker.worker_id in group.ranks:
+            self._epochs.rank_failed(group, worker.worker_id, reason, now)
 
     def _known(self, worker_id: str, incarnation: int) -> Worker | None:
         worker = self.workers.find(worker_id, incarnation)
@@ -495,8 +297,4 @@ class ChipGroups:
         self._emit(DropWorker(worker.worker_id, worker.info.incarnation, reason))
 
     def _log(self, event: str, worker: Worker, level: LogLevel, **fields: object) -> None:
-        names: dict[str, object] = {
-            "worker": worker.worker_id,
-            "incarnation": worker.info.incarnation,
-        }
-        self._emit(Log(event, names | fields, level))
+        self._emit(worker_log(event, worker, level, **fields))

@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass
 
+from control_plane.scheduling.kv_groups import KVGroups
+
 
 @dataclass(slots=True)
 class GroupLoad:
     """One group's line. Tokens are uncached ones still to be prefilled, queued or running.
 
+    tokens_max: most tokens of one request that its memory and its chips' context hold.
     queued_blocks: blocks the waiting requests will take. request_s: how long a request keeps its
     slot, lately. available_blocks, running_count and step_s are what its scheduler last published.
     """
 
     group_id: str
-    block_tokens: int
+    kv: KVGroups
     total_blocks: int
+    tokens_max: int
     slots_count: int
     prefill_tokens_per_s: float
     step_s: float

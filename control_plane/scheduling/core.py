@@ -206,6 +206,7 @@ class SchedulingCore:
             arrived_at=now,
             tokens_max=answer,
             token_ids=[*request.prompt_ids, *request.output_ids],
+            uses_cache=self._config.prefix_cache and request.use_prefix_cache,
         )
         self._requests[live.request_id] = live
         self._emit(Accepted(live.request_id, live.tokens_max))

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from control_plane.scheduling.chip_load_table import GroupLoad
-from control_plane.scheduling.live_request import LiveRequest, blocks_for
-from control_plane.scheduling.radix_index import Residency
+from control_plane.scheduling.live_request import LiveRequest
+from control_plane.scheduling.residency import Residency
 
 BARRIER_S = 10.0
 """What it costs to go where blocks would not suffice: more than a cached prefix ever saves."""
@@ -46,15 +46,16 @@ def can_hold(live: LiveRequest, load: GroupLoad) -> bool:
     if target is not None and target != load.group_id:
         return False
     most = max(live.computed_max, len(live.token_ids))
-    return blocks_for(most, load.block_tokens) <= load.total_blocks
+    return load.kv.cost(most) <= load.total_blocks
 
 
 def weigh_group(live: LiveRequest, load: GroupLoad, residency: Residency | None) -> Choice:
-    """What a request would cost in a group, the group's load being without it."""
+    """What a request would cost in a group, the group's load being without it; `residency` is the
+    end of the prefix it can use there."""
     known_count = len(live.token_ids)
-    depth = min(residency.depth if residency else 0, (known_count - 1) // load.block_tokens)
-    tokens = known_count - depth * load.block_tokens
-    blocks = blocks_for(known_count + 1, load.block_tokens) - depth
+    depth = residency.depth if residency else 0
+    tokens = known_count - depth * load.kv.block_tokens
+    blocks = load.kv.cost(known_count + 1, depth)
     rate = max(load.prefill_tokens_per_s, 1.0)
     first_token_s = load.step_s + (load.queued_tokens + tokens) / rate
     over_count = load.requests_count + 1 - load.slots_count

@@ -1,6 +1,6 @@
 """A chip group as the control plane keeps it, and who of its workers can make up its next epoch.
 
-workers' states --muster--> members, those to go without, those to wait for --> ChipGroups forms
+workers' states --muster--> members, those to go without, those to wait for --> GroupEpochs forms
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,9 @@ from enum import Enum
 from control_plane.scheduling.worker_table import Worker, WorkerState, WorkerTable
 
 CORDONED_REASON = "cordoned after too many faults of its own"
-MISMATCHED_REASON = "its model differs from that of the others (another model digest)"
+MISMATCHED_REASON = (
+    "its model differs from that of the others (another model digest or attention window)"
+)
 
 
 class GroupState(Enum):

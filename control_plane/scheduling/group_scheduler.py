@@ -7,13 +7,13 @@
 Lives as long as one epoch of the group.
 """
 
-import math
 from bisect import insort
+from collections import Counter
 
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling import step_planner
 from control_plane.scheduling.chip_load_table import ChipLoadTable
-from control_plane.scheduling.live_request import LiveRequest, Stage, blocks_for
+from control_plane.scheduling.live_request import LiveRequest, Stage
 from control_plane.scheduling.messages import (
     Admission,
     PromptDelta,
@@ -23,12 +23,15 @@ from control_plane.scheduling.messages import (
     TokenDelta,
     Tokens,
 )
-from control_plane.scheduling.radix_index import GroupTree, RadixIndex
+from control_plane.scheduling.radix_index import RadixIndex
 from control_plane.scheduling.request_blocks import RequestBlocks
+from control_plane.scheduling.residency import GroupTree, Residency
+from control_plane.scheduling.row_outcomes import is_finite, new_scores, token_delta
 from control_plane.scheduling.slot_table import SlotTable
 from control_plane.scheduling.step_planner import PlannedRow
 from control_plane.scheduling.step_time import StepTimeModel
 from control_plane.scheduling.steps_in_flight import StepsInFlight
+from control_plane.scheduling.table_room import TableChange
 from control_plane.scheduling.waiting_queue import WaitingQueue
 
 
@@ -58,11 +61,7 @@ class GroupScheduler:
         self.retracting: list[LiveRequest] = []
         self.slots = SlotTable(slots_count)
         self.blocks = RequestBlocks(
-            index,
-            tree,
-            prefix_cache=config.prefix_cache,
-            chunk_tokens=config.chunk_tokens,
-            reserve_after=config.retractions_before_reservation,
+            index, tree, reserve_after=config.retractions_before_reservation
         )
         self._config = config
         self._load = load
@@ -137,14 +136,10 @@ class GroupScheduler:
         if when is not None and now < when:
             return None
         self._retract_for_blocks(now)
-        decodes, new_blocks = self._ready_decodes()
+        decodes, changes = self._ready_decodes(now)
         admissions, admitted = self._admit(now)
         extensions = self._extend_admissions(admitted)
-        for live in admitted:
-            placement = live.placement
-            assert placement, live.request_id
-            own_ids = placement.block_ids[len(placement.residencies) :]
-            new_blocks += [(placement.slot, block_id) for block_id in own_ids]
+        changes += [self._own_blocks(live) for live in admitted]
         prefills = [
             live
             for live in self.running
@@ -153,19 +148,20 @@ class GroupScheduler:
         rows = step_planner.plan_rows(
             decodes, prefills, self._config.chunk_tokens, self._config.oldest_prefill_share
         )
+        changes += [self._cover_prefill(row, now) for row in rows if row.is_prefill]
         at_rest = not (self.running or self.retracting or self.in_flight)
         only_releases = at_rest and self.slots.has_releases
-        if not (rows or admissions or extensions or new_blocks or only_releases):
+        if not (rows or admissions or extensions or changes or only_releases):
             return None
         step_planner.commit_rows(rows)
-        return self._send(rows, admissions, extensions, new_blocks, now)
+        return self._send(rows, admissions, extensions, changes, now)
 
     def _send(
         self,
         rows: list[PlannedRow],
         admissions: list[Admission],
         extensions: list[tuple[int, tuple[int, ...]]],
-        new_blocks: list[tuple[int, int]],
+        changes: list[tuple[int, TableChange]],
         now: float,
     ) -> StepPlan:
         self.steps_count += 1
@@ -178,32 +174,50 @@ class GroupScheduler:
             releases=self.slots.take_releases(),
             admissions=tuple(admissions),
             extensions=tuple(extensions),
-            new_blocks=tuple(new_blocks),
+            drops=tuple((slot, *drop) for slot, change in changes for drop in change.drops),
+            new_blocks=tuple((slot, *new) for slot, change in changes for new in change.new_blocks),
             rows=tuple(row.message() for row in rows),
             digest=self.slots.digest() if has_digest else None,
         )
 
-    def _ready_decodes(self) -> tuple[list[LiveRequest], list[tuple[int, int]]]:
-        """Requests that decode in this step, with the blocks they grow by; oldest first."""
+    def _ready_decodes(self, now: float) -> tuple[list[LiveRequest], list[tuple[int, TableChange]]]:
+        """Requests that decode in this step, with what changes in their tables; oldest first."""
         ready: list[LiveRequest] = []
-        new_blocks: list[tuple[int, int]] = []
+        changes: list[tuple[int, TableChange]] = []
         for live in self.running:
             placement = live.placement
             assert placement, live.request_id
             if not step_planner.wants_decode(live, placement):
                 continue
-            if self._lacks_block(live):
-                block_id = self.blocks.grow(placement)
-                if block_id is None:
+            stop = placement.planned_count + 1
+            if stop > placement.covered_count:
+                change = self.blocks.cover(live, placement, stop, self._headroom, now)
+                if change is None:
                     continue  # Skips this step: someone retracted or ending gives way soon.
-                new_blocks.append((placement.slot, block_id))
+                changes.append((placement.slot, change))
             ready.append(live)
-        return ready, new_blocks
+        return ready, changes
 
-    def _lacks_block(self, live: LiveRequest) -> bool:
+    def _cover_prefill(self, row: PlannedRow, now: float) -> tuple[int, TableChange]:
+        """What changes in the tables of a prefill: with a window they follow its rows."""
+        placement, stop = row.placement, row.start + row.tokens_count
+        if stop <= placement.covered_count:
+            return placement.slot, TableChange()
+        change = self.blocks.cover(row.live, placement, stop, self._headroom, now)
+        assert change is not None, "a prefill gives up as many blocks as it takes"
+        return placement.slot, change
+
+    def _own_blocks(self, live: LiveRequest) -> tuple[int, TableChange]:
+        """The blocks that a request brought from its admission beside the cached ones."""
         placement = live.placement
         assert placement, live.request_id
-        return placement.planned_count >= len(placement.block_ids) * self.blocks.block_tokens
+        cached_count = len(placement.residencies)
+        new_blocks = [
+            (group, block_id)
+            for group, table in enumerate(placement.tables)
+            for block_id in table.since(cached_count)
+        ]
+        return placement.slot, TableChange(new_blocks=tuple(new_blocks))
 
     # ------------------------------------------------------------ admission
 
@@ -246,9 +260,7 @@ class GroupScheduler:
         return messages, admitted
 
     def _try_admit(self, live: LiveRequest, now: float) -> Admission | None:
-        # One block for every request that may grow keeps a new one from causing a retraction.
-        headroom = sum(not (other.placement and other.placement.reserved) for other in self.running)
-        placement = self.blocks.admit(live, headroom, now)
+        placement = self.blocks.admit(live, self._headroom(), now)
         if placement is None:
             return None
         placement.slot = self.slots.occupy(live)
@@ -272,7 +284,9 @@ class GroupScheduler:
             token_ids=tuple(live.token_ids[: placement.sent_count]),
             output_start=live.prompt_count,
             cached_count=placement.planned_count,
-            block_ids=tuple(placement.block_ids[: len(placement.residencies)]),
+            block_tables=tuple(
+                table.before(len(placement.residencies)) for table in placement.tables
+            ),
             sampling=request.sampling,
             wants_logprobs=request.wants_logprobs,
             top_tokens=request.top_tokens,
@@ -280,6 +294,12 @@ class GroupScheduler:
             wants_logits=request.wants_logits,
             adapter=request.adapter,
         )
+
+    def _headroom(self) -> int:
+        """Blocks to leave, a row of them for every request that may grow: so a new one does not
+        cause a retraction."""
+        placements = [live.placement for live in self.running if live.placement]
+        return sum(self.blocks.tables.growth(each) for each in placements if not each.reserved)
 
     def _extend_admissions(self, admitted: list[LiveRequest]) -> list[tuple[int, tuple[int, ...]]]:
         """The next ids of requests too long for one admission."""
@@ -299,29 +319,28 @@ class GroupScheduler:
 
     def _retract_for_blocks(self, now: float) -> None:
         """Retracts until the decodes that lack a block get one, now or when results are back."""
-        lacking = [
-            live
+        lacking = {
+            live.request_id: self.blocks.tables.lack(live.placement)
             for live in self.running
             if live.placement
+            and live.placement.planned_count >= live.placement.covered_count
             and step_planner.wants_decode(live, live.placement)
-            and self._lacks_block(live)
-        ]
-        if len(lacking) <= self.tree.ledger.available_count:
+        }
+        if sum(lacking.values()) <= self.tree.ledger.available_count:
             return
         leaving = [*self.retracting, *(live for live in self.running if self._only_ends(live))]
         pending = sum(self._exclusive_count(live) for live in leaving)
-        while len(lacking) > self.tree.ledger.available_count + pending:
+        while sum(lacking.values()) > self.tree.ledger.available_count + pending:
             victim = self._cheapest_victim()
             if victim is None:
                 return
-            if victim in lacking:
-                lacking.remove(victim)
+            lacking.pop(victim.request_id, None)
             self._retract(victim, now)
             if victim.stage is Stage.RETRACTING:
                 pending += self._exclusive_count(victim)
 
     def _exclusive_count(self, live: LiveRequest) -> int:
-        return self.blocks.exclusive_count(live.placement) if live.placement else 0
+        return self.blocks.tables.exclusive_count(live.placement) if live.placement else 0
 
     def _only_ends(self, live: LiveRequest) -> bool:
         """Whether all its tokens are planned: its blocks come back with intake's End."""
@@ -356,7 +375,7 @@ class GroupScheduler:
         self._leave_slot(live, now)
         self._load.release(live.request_id)
         known_count = len(live.token_ids)
-        blocks_count = blocks_for(known_count, self.blocks.block_tokens)
+        blocks_count = self.blocks.kv.cost(known_count)
         self._load.dispatch(live.request_id, self.group_id, known_count, blocks_count)
         live.stage = Stage.WAITING
         if not live.is_complete:
@@ -390,13 +409,13 @@ class GroupScheduler:
             if row.live.placement is not row.placement:
                 continue  # It ended meanwhile: a row after the end counts for nothing.
             self._count_row(row)
-            if not _is_finite(result, scored):
+            if not is_finite(result, scored):
                 failed.append(row.live)
                 continue
             if scored:
-                prompt_deltas += _new_scores(row, scored)
+                prompt_deltas += new_scores(row, scored)
             if result:
-                deltas.append(_delta(row.live, result))
+                deltas.append(token_delta(row.live, result))
                 row.live.token_ids.extend(result.token_ids)
             self.blocks.acknowledge(row.live, row.placement, now)
             if row.live.stage is Stage.RETRACTING and not row.placement.rows_in_flight:
@@ -424,53 +443,24 @@ class GroupScheduler:
         """Asserts that ledger, tables and stages agree."""
         placed = [*self.running, *self.retracting]
         held_ids: list[int] = []
+        pins: Counter[Residency] = Counter()
         for live in placed:
             placement = live.placement
             assert placement, live.request_id
             assert self.slots.occupants[placement.slot] is live, live.request_id
-            chain_ids = [residency.block_id for residency in placement.residencies]
-            assert chain_ids == placement.block_ids[: len(chain_ids)], live.request_id
-            room = len(placement.block_ids) * self.blocks.block_tokens
-            assert placement.computed_count <= placement.planned_count <= room, live.request_id
-            held_ids += placement.block_ids
+            self.blocks.tables.check_integrity(placement)
+            held_ids += [block_id for table in placement.tables for block_id in table.block_ids]
+            pins.update(placement.residencies)
         assert len(placed) == len(self.slots.occupants)
         arrivals = [live.arrival for live in self.running]
         assert arrivals == sorted(arrivals), "running stands in order of arrival"
+        pinned = {
+            residency: residency.pins for residency in self.tree.residencies if residency.pins
+        }
+        assert pins == pinned, "who holds a place has it pinned"
         self.tree.ledger.check_integrity(held_ids, set(self.tree.by_block))
 
 
 def _redo_cost(live: LiveRequest) -> tuple[int, int]:
     assert live.placement, live.request_id
     return (live.placement.planned_count, -live.arrival)
-
-
-def _delta(live: LiveRequest, result: RowResult) -> TokenDelta:
-    return TokenDelta(
-        request_id=live.request_id,
-        first_index=live.output_count,
-        token_ids=result.token_ids,
-        logprobs=result.logprobs if live.request.wants_logprobs else (),
-        facts=live.facts(),
-        tops=result.tops,
-        logits=result.logits,
-    )
-
-
-def _is_finite(result: RowResult | None, scored: PromptScores | None) -> bool:
-    """Whether a row's logits were numbers, as far as it tells."""
-    if result and not result.finite:
-        return False
-    return not (scored and any(math.isnan(logprob) for logprob in scored.logprobs))
-
-
-def _new_scores(row: PlannedRow, scored: PromptScores) -> list[PromptDelta]:
-    """The scores of a row that were not delivered before a retraction or the loss of a group."""
-    live = row.live
-    first_index = row.start + 1
-    known_count = max(0, live.scored_count - first_index)
-    logprobs = scored.logprobs[known_count:]
-    if not logprobs:
-        return []
-    live.scored_count += len(logprobs)
-    scores = PromptScores(logprobs, scored.tops[known_count:])
-    return [PromptDelta(live.request_id, first_index + known_count, scores)]

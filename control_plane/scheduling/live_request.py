@@ -5,7 +5,7 @@ from enum import Enum
 
 from control_plane.request import Request
 from control_plane.scheduling.messages import RequestFacts
-from control_plane.scheduling.radix_index import Residency, RootKey
+from control_plane.scheduling.residency import Match, Residency, RootKey
 
 
 class Stage(Enum):
@@ -18,6 +18,36 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class BlockTable:
+    """A request's blocks in one KV group: those of places dropped_count, dropped_count + 1, ...
+
+    A place is a block's worth of tokens. Only a group with a window drops its first blocks.
+    """
+
+    dropped_count: int
+    block_ids: list[int]
+
+    @property
+    def end(self) -> int:
+        """The first place it has no block for yet."""
+        return self.dropped_count + len(self.block_ids)
+
+    def at(self, place: int) -> int | None:
+        """The block of a place before its end; None if that is dropped."""
+        if place < self.dropped_count:
+            return None
+        return self.block_ids[place - self.dropped_count]
+
+    def before(self, place: int) -> tuple[int, ...]:
+        """What it holds before a place."""
+        return tuple(self.block_ids[: max(0, place - self.dropped_count)])
+
+    def since(self, place: int) -> tuple[int, ...]:
+        """What it holds from a place on."""
+        return tuple(self.block_ids[max(0, place - self.dropped_count) :])
+
+
+@dataclass(slots=True, eq=False)
 class Placement:
     """A request in a slot of a group. Counts are of tokens whose keys and values are
 
@@ -25,9 +55,13 @@ class Placement:
           results are back     in steps on their way
 
     admitted_count: ids known when it entered (prefill computes these). sent_count: of them told to
-    the workers. block_ids: its block table; the first len(residencies) of them are in the index.
+    the workers. tables: its block tables, one for each KV group; covered_count: tokens that all of
+    them reach. residencies: the places from the root on that it holds in the index; what its tables
+    have there is listed. matched_count: how many of them it found there; those it only reads.
     pending_samples: tokens drawn by steps on their way. claims: hashes of blocks it promises to
     the index. reserved: it holds every block it can ever need. indexing: it may extend the index.
+    beside: where the index had another's blocks already, the last place there that it passed; only
+    with windows, whose missing blocks it adds on its way.
     scoring: its rows return the log-probabilities of the prompt.
     """
 
@@ -36,21 +70,29 @@ class Placement:
     sent_count: int
     planned_count: int
     computed_count: int
-    block_ids: list[int]
+    tables: list[BlockTable]
+    covered_count: int
     residencies: list[Residency]
+    matched_count: int
     claims: list[int]
     reserved: bool
     indexing: bool
+    beside: Residency | None = None
     scoring: bool = False
     pending_samples: int = 0
     rows_in_flight: int = 0
+
+    def blocks_at(self, place: int) -> list[int | None]:
+        """Its block of every KV group at a place; None where that is dropped."""
+        return [table.at(place) for table in self.tables]
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request from Submit to its end.
 
-    token_ids: prompt and committed output. arrival: its place in the queue for all its life.
+    token_ids: prompt and committed output. uses_cache: whether cached prefixes are for it, and its
+    own blocks for others. arrival: its place in the queue for all its life.
     front: it lost its group and goes before everyone else. alone: it was running at so many
     group deaths that it shares no step. held_since: when it lost the last group it could use.
     admitted_at: when it first got a slot. scored_count: prompt tokens whose scores are delivered;
@@ -62,6 +104,7 @@ class LiveRequest:
     arrived_at: float
     tokens_max: int
     token_ids: list[int]
+    uses_cache: bool
     stage: Stage = Stage.WAITING
     group_id: str = ""
     placement: Placement | None = None
@@ -74,7 +117,7 @@ class LiveRequest:
     retractions: int = 0
     group_deaths: int = 0
     cached_tokens: int | None = None
-    match: Residency | None = None
+    match: Match | None = None
     block_hashes: list[int] = field(default_factory=list)
     block_hashes_tokens: int = 0
 
@@ -114,6 +157,11 @@ class LiveRequest:
         """Its root in the prefix index."""
         return (self.request.model, self.request.adapter, self.request.salt)
 
+    def matchable_blocks(self, block_tokens: int) -> int:
+        """Most blocks of a cached prefix that it can use: at least one token is computed, so that
+        a full hit gives up its last block."""
+        return (len(self.token_ids) - 1) // block_tokens
+
     def facts(self) -> RequestFacts:
         """What usage reports."""
         waited_until = self.arrived_at if self.admitted_at is None else self.admitted_at
@@ -136,8 +184,3 @@ class LiveRequest:
                 chained = hash((chained, prompt_ids[start : start + block_tokens]))
                 self.block_hashes.append(chained)
         return self.block_hashes
-
-
-def blocks_for(tokens_count: int, block_tokens: int) -> int:
-    """How many blocks hold so many tokens."""
-    return -(-tokens_count // block_tokens)

@@ -19,13 +19,14 @@ from control_plane.request import Request, Sampling
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A request enters a slot: every id known so far (the rest follows as extensions), the index
-    from which ids are output, and the block table of the cached prefix."""
+    from which ids are output, and the block tables of the cached prefix, one for each KV group;
+    that of a group with a window holds the last blocks only."""
 
     slot: int
     token_ids: tuple[int, ...]
     output_start: int
     cached_count: int
-    block_ids: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     sampling: Sampling
     wants_logprobs: bool = False
     top_tokens: int = 0
@@ -47,10 +48,11 @@ class StepRow:
 class StepPlan:
     """All a step says to the workers of a group.
 
-    Applied in the order of the fields: releases, admissions, extensions, new_blocks, rows.
-    extensions: (slot, ids) continuing an admission. new_blocks: (slot, block id), appended.
-    digest: of (slot, length, number of blocks, last block) of every occupied slot after the step,
-    see `state_digest`; None on steps that carry none.
+    Applied in the order of the fields: releases, admissions, extensions, drops, new_blocks, rows.
+    extensions: (slot, ids) continuing an admission. drops: (slot, KV group, how many blocks), off
+    the front of the table, behind the window. new_blocks: (slot, KV group, block id), appended.
+    digest: of (slot, length, number of blocks, last block) of every KV group of every occupied slot
+    after the step, see `state_digest`; None on steps that carry none.
     """
 
     group_id: str
@@ -59,7 +61,8 @@ class StepPlan:
     releases: tuple[int, ...] = ()
     admissions: tuple[Admission, ...] = ()
     extensions: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    new_blocks: tuple[tuple[int, int], ...] = ()
+    drops: tuple[tuple[int, int, int], ...] = ()
+    new_blocks: tuple[tuple[int, int, int], ...] = ()
     rows: tuple[StepRow, ...] = ()
     digest: int | None = None
 
@@ -114,8 +117,9 @@ class LossKind(Enum):
 class WorkerInfo:
     """A worker process as it introduced itself.
 
-    rows_max: most rows (requests) of a step its chip accepts; 0 is no limit. unavailable_reason:
-    None if it can serve; else why its chip cannot be used, and the process is about to leave.
+    rows_max: most rows (requests) of a step its chip accepts; 0 is no limit. kv_windows: for every
+    KV group of its model the tokens its layers see; 0 is all before. unavailable_reason: None if it
+    can serve; else why its chip cannot be used, and the process is about to leave.
     """
 
     worker_id: str
@@ -131,6 +135,7 @@ class WorkerInfo:
     term_highest: int = 0
     batch_invariant: bool = False
     rows_max: int = 0
+    kv_windows: tuple[int, ...] = (0,)
     unavailable_reason: str | None = None
     device_id: str = ""
     chip_index: int = 0

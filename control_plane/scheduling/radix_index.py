@@ -7,115 +7,22 @@ is n granules is resident at every n-th node of a path:
     g0 (n=1)   r1 ───── r2 ────── r3 ────── r4
     g1 (n=2)            r1 ───────────────── r2
 
-Residency is prefix-closed: the parent of a resident block is resident. References are prefix-closed
-too (a request holds its prefix from the root), so every cached block can be evicted leaf by leaf.
+Residency is prefix-closed: the parent of a residency is one. So are pins (a request holds its
+prefix from the root), so that every cached block of a KV group without a window can be evicted leaf
+by leaf. Those of one with a window come and go singly, and bound what a request can use:
+
+    KV group without a window   b0  b1  b2  b3  b4  b5
+    KV group with one           --  --  --  w3  w4  --    of use up to b4: there the window needs
+                                                          w3 and w4 only
 """
 
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from control_plane.scheduling.block_ledger import BlockLedger
-
-RootKey = tuple[str, int, str]
-"""(model, adapter, salt)."""
+from control_plane.scheduling.residency import Evictable, GroupTree, Node, Residency, RootKey
 
 PURGES_PER_INSERTION = 4
 """Leftovers of ended epochs cleared with each insertion; over 1, so that they cannot pile up."""
-
-
-class Node:
-    """One granule of tokens below its parent."""
-
-    __slots__ = ("children", "key", "parent", "residencies")
-
-    def __init__(self, parent: "Node | None", key: tuple[int, ...] | RootKey) -> None:
-        self.parent = parent
-        self.key = key
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.residencies: dict[str, Residency] = {}
-
-
-class Residency:
-    """A block of one group in one epoch; `depth` counts the blocks from the root to it."""
-
-    __slots__ = (
-        "block_id",
-        "children_count",
-        "depth",
-        "last_use",
-        "node",
-        "parent",
-        "stamp",
-        "tree",
-    )
-
-    def __init__(
-        self, tree: "GroupTree", node: Node, parent: "Residency | None", block_id: int
-    ) -> None:
-        self.tree = tree
-        self.node = node
-        self.parent = parent
-        self.block_id = block_id
-        self.depth: int = parent.depth + 1 if parent else 1
-        self.children_count = 0
-        self.last_use = 0.0
-        self.stamp = 0
-
-    @property
-    def alive(self) -> bool:
-        """Whether it is still resident (neither evicted nor of an ended epoch)."""
-        return self.tree.alive and self.tree.by_block.get(self.block_id) is self
-
-    def chain(self) -> "list[Residency]":
-        """The residencies from the root to this one."""
-        found: list[Residency] = []
-        residency: Residency | None = self
-        while residency:
-            found.append(residency)
-            residency = residency.parent
-        return found[::-1]
-
-
-class GroupTree:
-    """One epoch of a group in the index: its ledger, its blocks, its queue of evictable leaves."""
-
-    def __init__(self, group_id: str, ledger: BlockLedger, block_granules: int) -> None:
-        self.group_id = group_id
-        self.ledger = ledger
-        self.block_granules = block_granules
-        self.alive = True
-        self.by_block: dict[int, Residency] = {}
-        self._leaves: list[tuple[float, int, Residency]] = []
-        self._stamp = 0
-
-    def offer_leaf(self, residency: Residency) -> None:
-        """Queues a residency for eviction if it is a leaf nobody references."""
-        if residency.children_count or self.ledger.references(residency.block_id):
-            return
-        self._stamp += 1
-        residency.stamp = self._stamp
-        heapq.heappush(self._leaves, (residency.last_use, self._stamp, residency))
-        if len(self._leaves) > 2 * len(self.by_block) + 64:
-            self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
-            heapq.heapify(self._leaves)
-
-    def take_leaf(self) -> Residency | None:
-        """The least recently used leaf nobody references, off the queue."""
-        while self._leaves:
-            entry = heapq.heappop(self._leaves)
-            if self._is_current(entry):
-                return entry[2]
-        return None
-
-    def _is_current(self, entry: tuple[float, int, Residency]) -> bool:
-        _, stamp, residency = entry
-        return (
-            stamp == residency.stamp
-            and residency.alive
-            and not residency.children_count
-            and not self.ledger.references(residency.block_id)
-        )
 
 
 class RadixIndex:
@@ -129,8 +36,11 @@ class RadixIndex:
     def drop(self, tree: GroupTree) -> None:
         """Ends the residency of a whole epoch at once; its leftovers are cleared bit by bit."""
         tree.alive = False
-        if tree.by_block:
+        tree.by_block.clear()
+        if tree.residencies:
             self._ended.append(tree)
+
+    # ------------------------------------------------------------ finding
 
     def match(self, root_key: RootKey, token_ids: Sequence[int]) -> dict[str, Residency]:
         """The deepest residency of every group along `token_ids`, by group id; one walk."""
@@ -152,7 +62,7 @@ class RadixIndex:
         found = known if known and known.alive and known.tree is tree else None
         node = found.node if found else self._roots.get(root_key)
         size = self.granule_tokens
-        start = found.depth * tree.block_granules * size if found else 0
+        start = found.depth * tree.kv.block_tokens if found else 0
         for position in range(start, len(token_ids) - size + 1, size):
             node = node.children.get(tuple(token_ids[position : position + size])) if node else None
             if not node:
@@ -162,112 +72,223 @@ class RadixIndex:
                 found = residency
         return found
 
+    def below(
+        self,
+        tree: GroupTree,
+        parent: Residency | None,
+        root_key: RootKey,
+        token_ids: Sequence[int],
+    ) -> Residency | None:
+        """The residency of the block with these tokens that follows `parent`, if there is one."""
+        node = parent.node if parent else self._roots.get(root_key)
+        for key in self._granules(token_ids):
+            node = node.children.get(key) if node else None
+        there = node.residencies.get(tree.group_id) if node else None
+        return there if there and there.tree is tree else None
+
+    def _granules(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+        size = self.granule_tokens
+        starts = range(0, len(token_ids), size)
+        return [tuple(token_ids[start : start + size]) for start in starts]
+
+    # ------------------------------------------------------------ holding
+
     def pin(self, residency: Residency, now: float) -> list[Residency]:
-        """References the whole chain up to a residency and returns it, root first."""
+        """Holds the whole chain up to a usable residency and returns it, root first; of the KV
+        groups with a window, it references the last blocks only, those that are still needed."""
+        tree = residency.tree
         chain = residency.chain()
         for link in chain:
-            link.tree.ledger.reference(link.block_id)
+            link.pins += 1
             link.last_use = now
+            for block_id in link.whole_ids():
+                tree.ledger.reference(block_id)
+        for group in tree.kv.windowed:
+            first = tree.kv.first_needed(group, residency.depth * tree.kv.block_tokens)
+            for link in chain[first:]:
+                tree.ledger.reference(link.block_of(group))
         return chain
 
     def unpin(self, residency: Residency, now: float) -> None:
-        """Drops one reference; children before their parents."""
-        residency.tree.ledger.release(residency.block_id)
+        """Holds a place no longer, nor its blocks without a window; children before parents."""
+        residency.pins -= 1
         residency.last_use = now
-        residency.tree.offer_leaf(residency)
+        for block_id in residency.whole_ids():
+            residency.tree.ledger.release(block_id)
+        self._settle(residency)
+
+    def let_go(self, tree: GroupTree, block_id: int, now: float) -> None:
+        """Drops one reference to a block with a window; if it is listed, it stays cached."""
+        tree.ledger.release(block_id)
+        residency = tree.by_block.get(block_id)
+        if residency and not tree.ledger.references(block_id):
+            residency.window_use = now
+            tree.offer(residency, Evictable.WINDOW_IDS)
+
+    # ------------------------------------------------------------ listing
 
     def extend(
         self,
         tree: GroupTree,
         parent: Residency | None,
         root_key: RootKey,
-        block_tokens: Sequence[int],
-        block_id: int,
+        token_ids: Sequence[int],
+        block_ids: list[int | None],
         now: float,
     ) -> Residency:
-        """Lists a referenced block with its tokens below `parent`.
-
-        Returns the residency of that place: of another block if one was there before.
-        """
+        """Lists the referenced blocks of a place below `parent` where nothing is resident yet (see
+        `below`); whoever lists them holds the place."""
         self._purge(PURGES_PER_INSERTION)
         root = None if parent else self._roots.setdefault(root_key, Node(None, root_key))
         node = parent.node if parent else root
         assert node, root_key
-        size = self.granule_tokens
-        for start in range(0, len(block_tokens), size):
-            key = tuple(block_tokens[start : start + size])
+        for key in self._granules(token_ids):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(node, key)
             node = child
         there = node.residencies.get(tree.group_id)
-        if there and there.tree is tree:
-            return there
-        residency = Residency(tree, node, parent, block_id)
-        residency.last_use = now
+        assert there is None or there.tree is not tree, "nothing is resident here yet"
+        residency = Residency(tree, node, parent, block_ids, now)
         node.residencies[tree.group_id] = residency
-        tree.by_block[block_id] = residency
-        tree.ledger.mark_indexed(block_id)
+        tree.residencies[residency] = None
+        for block_id in block_ids:
+            if block_id is not None:
+                tree.by_block[block_id] = residency
+                tree.ledger.mark_indexed(block_id)
         if parent:
             parent.children_count += 1
         return residency
 
-    def evict(self, tree: GroupTree) -> bool:
-        """Frees the least recently used cached leaf of a group; False if nothing is cached."""
-        residency = tree.take_leaf()
-        if residency is None:
-            return False
-        self.forget(residency)
-        return True
+    def heal(self, residency: Residency, block_ids: list[int | None]) -> None:
+        """Lists, of the same tokens' referenced blocks, those with a window that are missing."""
+        tree = residency.tree
+        for group in tree.kv.windowed:
+            block_id = block_ids[group]
+            if block_id is not None and residency.block_ids[group] is None:
+                residency.block_ids[group] = block_id
+                tree.by_block[block_id] = residency
+                tree.ledger.mark_indexed(block_id)
+                tree.added_count += 1
+
+    # ------------------------------------------------------------ letting go of cached blocks
+
+    def evict(self, tree: GroupTree) -> int:
+        """Frees what was least recently used of the cached blocks of a group, a place's at once;
+        returns how many, 0 if nothing is cached."""
+        while (oldest := tree.take()) is not None:
+            residency, kind = oldest
+            is_leaf = kind is Evictable.LEAF
+            freed_count = self.forget(residency) if is_leaf else self.forget_window(residency)
+            if freed_count:
+                return freed_count
+        return 0
 
     def flush(self, tree: GroupTree) -> int:
         """Frees every cached block of a group and returns how many there were."""
         count = 0
-        while self.evict(tree):
-            count += 1
+        while freed_count := self.evict(tree):
+            count += freed_count
         return count
 
-    def forget(self, residency: Residency) -> None:
-        """Frees one cached leaf."""
+    def forget(self, residency: Residency) -> int:
+        """Takes a leaf that nobody holds out of the index and returns how many blocks that frees;
+        one with a window may be in use by a request that added it in passing."""
         tree = residency.tree
-        assert not residency.children_count, residency.block_id
-        del tree.by_block[residency.block_id]
-        tree.ledger.evict(residency.block_id)
-        self._detach(residency)
-        if residency.parent:
-            residency.parent.children_count -= 1
-            tree.offer_leaf(residency.parent)
+        assert residency.is_unheld_leaf, residency.block_ids
+        freed_count = 0
+        for block_id in residency.block_ids:
+            if block_id is None:
+                continue
+            del tree.by_block[block_id]
+            if tree.ledger.references(block_id):
+                tree.ledger.unmark_indexed(block_id)
+            else:
+                tree.ledger.evict(block_id)
+                freed_count += 1
+        self._remove(residency)
+        return freed_count
+
+    def forget_window(self, residency: Residency) -> int:
+        """Frees the idle blocks with a window of a residency and returns how many there were."""
+        tree = residency.tree
+        idle = residency.idle_window_ids()
+        for group, block_id in idle.items():
+            residency.block_ids[group] = None
+            del tree.by_block[block_id]
+            tree.ledger.evict(block_id)
+            tree.removed_count += 1
+        if residency.is_needless:
+            self._remove(residency)
+        return len(idle)
+
+    def _settle(self, residency: Residency) -> None:
+        """Queues a residency that has become a leaf for eviction; a needless one goes at once."""
+        if residency.is_needless:
+            self._remove(residency)
+        else:
+            residency.tree.offer(residency, Evictable.LEAF)
+
+    def _remove(self, residency: Residency) -> None:
+        """Takes a residency out, and above it those that are needless without it."""
+        link: Residency | None = residency
+        while link:
+            del link.tree.residencies[link]
+            self._detach(link)
+            parent = link.parent
+            if parent is None:
+                return
+            parent.children_count -= 1
+            if not parent.is_needless:
+                parent.tree.offer(parent, Evictable.LEAF)
+                return
+            link = parent
+
+    # ------------------------------------------------------------ upkeep
 
     def check_integrity(self, trees: Sequence[GroupTree]) -> None:
-        """Asserts that residency and references are prefix-closed and children are counted."""
+        """Asserts that residency and pins are prefix-closed, that children are counted, and that
+        what is listed, pinned, referenced and queued agrees."""
         for tree in trees:
-            children_counts = dict.fromkeys(tree.by_block, 0)
-            for block_id, residency in tree.by_block.items():
-                assert residency.block_id == block_id
-                assert residency.node.residencies[tree.group_id] is residency
-                parent = residency.parent
-                node: Node | None = residency.node
-                for _ in range(tree.block_granules):
-                    assert node
-                    node = node.parent
-                if parent is None:
-                    assert node in self._roots.values(), "a first block hangs below its root"
-                    continue
-                assert parent.alive, "residency is prefix-closed"
-                assert parent.node is node, "residency is prefix-closed"
-                children_counts[parent.block_id] += 1
-                references = tree.ledger.references
-                assert references(parent.block_id) >= references(block_id), "references are too"
-            for block_id, count in children_counts.items():
-                assert tree.by_block[block_id].children_count == count, "children are counted"
+            children_counts = dict.fromkeys(tree.residencies, 0)
+            listed: dict[int, Residency] = {}
+            for residency in tree.residencies:
+                self._check_place(residency)
+                for block_id in residency.block_ids:
+                    if block_id is not None:
+                        listed[block_id] = residency
+                if residency.parent:
+                    assert residency.parent.alive, "residency is prefix-closed"
+                    assert residency.parent.pins >= residency.pins, "pins are prefix-closed"
+                    children_counts[residency.parent] += 1
+            assert listed == tree.by_block, "what is listed"
+            for residency, count in children_counts.items():
+                assert residency.children_count == count, "children are counted"
+                assert not residency.is_needless, "what is needless is gone"
+            tree.check_queue()
+
+    def _check_place(self, residency: Residency) -> None:
+        tree = residency.tree
+        assert residency.node.residencies[tree.group_id] is residency
+        node: Node | None = residency.node
+        for _ in range(tree.kv.block_tokens // self.granule_tokens):
+            assert node
+            node = node.parent
+        if residency.parent:
+            assert residency.parent.node is node, "residency is prefix-closed"
+        else:
+            assert node in self._roots.values(), "a first block hangs below its root"
+        for group in tree.kv.whole:
+            references = tree.ledger.references(residency.block_of(group))
+            assert references == residency.pins, "who holds a place references its blocks"
 
     def _purge(self, count: int) -> None:
         while self._ended and count:
             tree = self._ended[-1]
-            _, residency = tree.by_block.popitem()
+            residency, _ = tree.residencies.popitem()
             self._detach(residency)
             count -= 1
-            if not tree.by_block:
+            if not tree.residencies:
                 self._ended.pop()
 
     def _detach(self, residency: Residency) -> None:

@@ -2,40 +2,41 @@
 
                  matched          computed                  planned
     |--- shared ---|--- own, full ---|--- own, being written ---|
-    in the index    enters the index   block table grows with the rows
+    in the index    enters the index   block tables grow with the rows
                     once acknowledged
 
 A shared block is never written: a request's rows start behind what it matched.
+
+    RequestBlocks -> TableRoom (allocates, drops)      -> BlockLedger
+                  -> PrefixListing (lists, claims)     -> RadixIndex
 """
 
-from control_plane.scheduling.live_request import LiveRequest, Placement, blocks_for
-from control_plane.scheduling.radix_index import GroupTree, RadixIndex, Residency
+from collections.abc import Callable
+
+from control_plane.scheduling.live_request import LiveRequest, Placement
+from control_plane.scheduling.prefix_claims import PrefixClaims
+from control_plane.scheduling.prefix_listing import PrefixListing
+from control_plane.scheduling.radix_index import RadixIndex
+from control_plane.scheduling.residency import GroupTree, Match, Residency, usable_prefix
+from control_plane.scheduling.table_room import TableChange, TableRoom
 
 
 class RequestBlocks:
     """Block tables over one group's ledger and its part of the index.
 
-    chunk_tokens: room a retracted or replayed request needs beyond its tokens to come back.
     reserve_after: retractions after which a request takes every block it can ever need.
     """
 
-    def __init__(
-        self,
-        index: RadixIndex,
-        tree: GroupTree,
-        *,
-        prefix_cache: bool,
-        chunk_tokens: int,
-        reserve_after: int,
-    ) -> None:
+    def __init__(self, index: RadixIndex, tree: GroupTree, *, reserve_after: int) -> None:
+        self.kv = tree.kv
+        self.block_tokens = tree.kv.block_tokens
         self._index = index
         self._tree = tree
         self._ledger = tree.ledger
-        self._prefix_cache = prefix_cache
-        self._chunk_tokens = chunk_tokens
         self._reserve_after = reserve_after
-        self._claims: dict[int, LiveRequest] = {}
-        self.block_tokens = tree.block_granules * index.granule_tokens
+        self.tables = TableRoom(index, tree)
+        self._claims = PrefixClaims(self.block_tokens)
+        self._listing = PrefixListing(index, tree, self._claims)
 
     # ------------------------------------------------------------ before admission
 
@@ -46,12 +47,12 @@ class RequestBlocks:
 
     def is_claimed(self, live: LiveRequest) -> bool:
         """Whether its first missing block is being computed by a running request."""
-        if not self._uses_cache(live):
+        if not live.uses_cache:
             return False
         residency = self._match(live)
         depth = residency.depth if residency else 0
-        hashes = live.hashes(self.block_tokens)
-        return depth < min(self._depth_max(live), len(hashes)) and hashes[depth] in self._claims
+        matchable = live.matchable_blocks(self.block_tokens)
+        return depth < matchable and self._claims.holds(live, depth)
 
     def admit(self, live: LiveRequest, headroom_blocks: int, now: float) -> Placement | None:
         """Matches, pins and allocates at once; None (and nothing changed) if blocks do not suffice.
@@ -62,185 +63,117 @@ class RequestBlocks:
         depth = residency.depth if residency else 0
         known_count = len(live.token_ids)
         reserved = live.retractions >= self._reserve_after
-        needed = blocks_for(self._wanted_tokens(live, reserved), self.block_tokens) - depth
+        needed = self.kv.cost(self._wanted_tokens(live, reserved), depth)
         available = self._ledger.available_count - headroom_blocks
-        if needed > available or needed > available - self._cached_links(residency):
+        if needed > available or needed > available - self._cached_count(residency):
             return None
         chain = self._index.pin(residency, now) if residency else []
         held_tokens = max(live.computed_max, known_count) if reserved else known_count
-        own_count = blocks_for(held_tokens, self.block_tokens) - depth
-        own_ids = [self._allocate() for _ in range(own_count)]
-        cached_count = depth * self.block_tokens
+        tables = self.tables.new_tables(chain, held_tokens)
         return Placement(
             slot=-1,
             admitted_count=known_count,
             sent_count=0,
-            planned_count=cached_count,
-            computed_count=cached_count,
-            block_ids=[link.block_id for link in chain] + own_ids,
+            planned_count=depth * self.block_tokens,
+            computed_count=depth * self.block_tokens,
+            tables=tables,
+            covered_count=self.tables.reach(tables),
             residencies=chain,
-            claims=self._claim(live, depth),
+            matched_count=depth,
+            claims=self._claims.make(live, depth) if live.uses_cache else [],
             reserved=reserved,
-            indexing=self._uses_cache(live),
+            indexing=live.uses_cache,
             scoring=live.lacks_scores,
         )
 
     # ------------------------------------------------------------ while running
 
-    def grow(self, placement: Placement) -> int | None:
-        """Appends a block to a table and returns it; None if there is none."""
-        if not self._ledger.available_count:
-            return None
-        block_id = self._allocate()
-        placement.block_ids.append(block_id)
-        return block_id
+    def cover(
+        self,
+        live: LiveRequest,
+        placement: Placement,
+        stop: int,
+        headroom: Callable[[], int],
+        now: float,
+    ) -> TableChange | None:
+        """Makes the tables fit for a row of the next tokens before `stop`, see `TableRoom`."""
+        unlisted = self._listing.first_unlisted(live, placement)
+        return self.tables.cover(placement, stop, headroom, unlisted, now)
 
     def acknowledge(self, live: LiveRequest, placement: Placement, now: float) -> None:
         """Lists the blocks of the prompt that are computed by now.
 
         Blocks with output wait for the end: only intake knows which tokens belong to the answer.
         """
-        if placement.indexing:
-            self._extend(live, placement, min(placement.computed_count, live.prompt_count), now)
+        valid_tokens = min(placement.computed_count, live.prompt_count)
+        self._listing.extend(live, placement, valid_tokens, now)
 
-    def exclusive_count(self, placement: Placement) -> int:
-        """Blocks that become available when this request gives its table back."""
-        return sum(self._ledger.references(block_id) == 1 for block_id in placement.block_ids)
+    # ------------------------------------------------------------ at the end
 
     def release(
         self, live: LiveRequest, placement: Placement, valid_tokens: int, now: float
     ) -> None:
-        """Gives a table back; its full blocks within the first `valid_tokens` stay cached."""
-        if self._uses_cache(live):
-            self._extend(live, placement, valid_tokens, now)
-        self._drop_claims(live, placement)
-        inserted = len(placement.residencies)
-        if not placement.indexing and self._uses_cache(live):
-            self._insert_around(live, placement, valid_tokens, now)
-        else:
-            for block_id in placement.block_ids[inserted:]:
-                self._ledger.release(block_id)
+        """Gives the tables back; full blocks within the first `valid_tokens` stay cached."""
+        self._listing.extend(live, placement, valid_tokens, now)
+        self._claims.drop_all(live, placement)
+        listed_count = len(placement.residencies)
+        if live.uses_cache and (placement.beside or not placement.indexing):
+            listed_count = self._listing.insert_around(live, placement, valid_tokens, now)
+        self.tables.give_back(placement, listed_count, now)
         for residency in reversed(placement.residencies):
             self._index.unpin(residency, now)
-        placement.block_ids = []
 
     def discard(self, live: LiveRequest, placement: Placement, now: float) -> None:
-        """Gives a table back whose contents are not to be trusted: what nobody else uses goes."""
-        self._drop_claims(live, placement)
-        for block_id in placement.block_ids[len(placement.residencies) :]:
-            self._ledger.release(block_id)
+        """Gives tables back whose contents are not to be trusted: what nobody else uses goes."""
+        self._claims.drop_all(live, placement)
+        self.tables.give_back(placement, len(placement.residencies), now)
         for residency in reversed(placement.residencies):
             self._index.unpin(residency, now)
-            if not residency.children_count and not self._ledger.references(residency.block_id):
+            if residency.alive and residency.is_unheld_leaf:
                 self._index.forget(residency)
-        placement.block_ids = []
+        beside = placement.beside
+        # Those above a place that is gone meanwhile may still hold what was written here; what was
+        # matched was only read.
+        passed = beside.chain() if beside else placement.residencies
+        for residency in passed[placement.matched_count :]:
+            if residency.alive:
+                self._index.forget_window(residency)
 
     def flush(self) -> int:
         """Frees every cached block."""
         return self._index.flush(self._tree)
 
-    # ------------------------------------------------------------ inside
-
-    def _uses_cache(self, live: LiveRequest) -> bool:
-        return self._prefix_cache and live.request.use_prefix_cache
-
-    def _depth_max(self, live: LiveRequest) -> int:
-        """At least one token is computed: a full hit gives up its last block."""
-        return (len(live.token_ids) - 1) // self.block_tokens
+    # ------------------------------------------------------------ inside: matching
 
     def _match(self, live: LiveRequest) -> Residency | None:
-        if not self._uses_cache(live):
+        if not live.uses_cache:
             return None
-        residency = self._index.deepen(self._tree, live.match, live.root_key, live.token_ids)
-        live.match = residency
-        while residency and residency.depth > self._depth_max(live):
-            residency = residency.parent
-        return residency
+        known = live.match
+        earlier = known.deepest if known else None
+        deepest = self._index.deepen(self._tree, earlier, live.root_key, live.token_ids)
+        added_count, removed_count = self._tree.added_count, self._tree.removed_count
+        begin = deepest
+        if known and known.deepest is deepest and known.added_count == added_count:
+            if known.removed_count == removed_count:
+                return known.usable
+            begin = known.usable  # Blocks have gone since, but none has come.
+        usable = usable_prefix(begin, live.matchable_blocks(self.block_tokens))
+        live.match = Match(deepest, usable, added_count, removed_count)
+        return usable
 
     def _wanted_tokens(self, live: LiveRequest, reserved: bool) -> int:
         known_count = len(live.token_ids)
         if reserved:
             return max(live.computed_max, known_count)
         comes_back = live.retractions or live.failovers
-        margin = self._chunk_tokens if comes_back else self.block_tokens
+        margin = self.kv.chunk_tokens if comes_back else self.block_tokens
         return known_count + min(margin, max(0, live.computed_max - known_count))
 
-    def _cached_links(self, residency: Residency | None) -> int:
-        """Blocks of a chain that count as available now but not once pinned; they are its tail."""
+    def _cached_count(self, residency: Residency | None) -> int:
+        """Blocks without a window of a chain that count as available now but not once pinned; they
+        are its tail. (Those with a window are part of the cost.)"""
         count = 0
-        while residency and not self._ledger.references(residency.block_id):
-            count += 1
+        while self.kv.whole and residency and not residency.pins:
+            count += len(self.kv.whole)
             residency = residency.parent
         return count
-
-    def _allocate(self) -> int:
-        if not self._ledger.free_count:
-            evicted = self._index.evict(self._tree)
-            assert evicted, "a cached block is always below an evictable leaf"
-        return self._ledger.allocate()
-
-    def _claim(self, live: LiveRequest, depth: int) -> list[int]:
-        if not self._uses_cache(live):
-            return []
-        claimed = [h for h in live.hashes(self.block_tokens)[depth:] if h not in self._claims]
-        for block_hash in claimed:
-            self._claims[block_hash] = live
-        return claimed
-
-    def _drop_claims(self, live: LiveRequest, placement: Placement) -> None:
-        for block_hash in placement.claims:
-            if self._claims.get(block_hash) is live:
-                del self._claims[block_hash]
-        placement.claims = []
-
-    def _extend(
-        self, live: LiveRequest, placement: Placement, valid_tokens: int, now: float
-    ) -> None:
-        """Lists own full blocks up to the first place that another block already holds."""
-        size = self.block_tokens
-        residencies = placement.residencies
-        while placement.indexing and (len(residencies) + 1) * size <= valid_tokens:
-            place = len(residencies)
-            parent = residencies[-1] if residencies else None
-            residency = self._index.extend(
-                self._tree,
-                parent,
-                live.root_key,
-                live.token_ids[place * size : (place + 1) * size],
-                placement.block_ids[place],
-                now,
-            )
-            if residency.block_id != placement.block_ids[place]:
-                # Going on below a block this request does not hold would break prefix closure.
-                placement.indexing = False
-                self._drop_claims(live, placement)
-                return
-            residencies.append(residency)
-            if placement.claims:
-                self._drop_claim_at(live, place)
-
-    def _drop_claim_at(self, live: LiveRequest, place: int) -> None:
-        hashes = live.hashes(self.block_tokens)
-        if place < len(hashes) and self._claims.get(hashes[place]) is live:
-            del self._claims[hashes[place]]
-
-    def _insert_around(
-        self, live: LiveRequest, placement: Placement, valid_tokens: int, now: float
-    ) -> None:
-        """At the end of a request no block is held any more, so duplicates can be stepped over."""
-        size = self.block_tokens
-        parent = placement.residencies[-1] if placement.residencies else None
-        listed: list[Residency] = []
-        for place in range(len(placement.residencies), len(placement.block_ids)):
-            block_id = placement.block_ids[place]
-            if (place + 1) * size > valid_tokens:
-                self._ledger.release(block_id)
-                continue
-            tokens = live.token_ids[place * size : (place + 1) * size]
-            parent = self._index.extend(self._tree, parent, live.root_key, tokens, block_id, now)
-            if parent.block_id == block_id:
-                listed.append(parent)
-            else:
-                self._ledger.release(block_id)
-        for residency in reversed(listed):
-            self._index.unpin(residency, now)

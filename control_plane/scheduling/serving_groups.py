@@ -14,6 +14,7 @@ from control_plane.scheduling.global_scheduler import (
 )
 from control_plane.scheduling.group_members import ChipGroup
 from control_plane.scheduling.group_scheduler import GroupScheduler
+from control_plane.scheduling.kv_groups import KVGroups
 from control_plane.scheduling.live_request import LiveRequest
 from control_plane.scheduling.messages import (
     BlockCounts,
@@ -22,7 +23,8 @@ from control_plane.scheduling.messages import (
     SendStep,
     ServingChanged,
 )
-from control_plane.scheduling.radix_index import GroupTree, RadixIndex, Residency
+from control_plane.scheduling.radix_index import RadixIndex
+from control_plane.scheduling.residency import GroupTree, Residency, usable_prefix
 from control_plane.scheduling.step_time import StepTimeModel
 from control_plane.scheduling.timers import Timers
 from control_plane.scheduling.worker_table import Worker
@@ -62,7 +64,9 @@ class ServingGroups:
     def memory_tokens(self, target_group: str | None) -> int:
         """Most tokens of one request that the groups it may use hold; 0 if none serves."""
         loads = [x for name, x in self.load.groups.items() if target_group in (None, name)]
-        return max((load.total_blocks * load.block_tokens for load in loads), default=0)
+        if not loads:
+            return 0
+        return min(self.context_tokens, max(load.tokens_max for load in loads))
 
     # ------------------------------------------------------------ groups come and go
 
@@ -72,15 +76,17 @@ class ServingGroups:
         blocks_total = min(report.blocks for report in reports)
         decode_step_s = max(report.decode_step_s for report in reports)
         rate = min(report.prefill_tokens_per_s for report in reports)
-        tree = GroupTree(
-            group.group_id,
-            BlockLedger(blocks_total),
-            group.block_tokens // self._config.block_tokens,
-        )
+        kv = KVGroups(ranks[0].info.kv_windows, group.block_tokens, self._config.chunk_tokens)
+        tree = GroupTree(group.group_id, BlockLedger(blocks_total), kv)
+        contexts = [rank.info.context_tokens for rank in ranks]
+        if self._config.context_tokens is not None:
+            contexts.append(self._config.context_tokens)
+        context_tokens = min(contexts)
         load = GroupLoad(
             group_id=group.group_id,
-            block_tokens=group.block_tokens,
+            kv=kv,
             total_blocks=blocks_total,
+            tokens_max=kv.tokens_max(blocks_total, context_tokens),
             slots_count=group.slots_count,
             prefill_tokens_per_s=rate,
             step_s=decode_step_s,
@@ -98,10 +104,7 @@ class ServingGroups:
             self.load,
             StepTimeModel(decode_step_s, rate),
         )
-        contexts = [rank.info.context_tokens for rank in ranks]
-        if self._config.context_tokens is not None:
-            contexts.append(self._config.context_tokens)
-        self._contexts_tokens[group.group_id] = min(contexts)
+        self._contexts_tokens[group.group_id] = context_tokens
         self._changed()
         self.touch(group.group_id)
 
@@ -142,9 +145,16 @@ class ServingGroups:
         return count
 
     def _resident(self, live: LiveRequest) -> dict[str, Residency]:
-        if not self._config.prefix_cache or not live.request.use_prefix_cache:
+        """The end of the prefix that it could use in each group."""
+        if not live.uses_cache:
             return {}
-        return self._index.match(live.root_key, live.token_ids)
+        found: dict[str, Residency] = {}
+        for group_id, deepest in self._index.match(live.root_key, live.token_ids).items():
+            matchable = live.matchable_blocks(deepest.tree.kv.block_tokens)
+            usable = usable_prefix(deepest, matchable)
+            if usable:
+                found[group_id] = usable
+        return found
 
     def forgive(self, stall_s: float) -> None:
         """The control plane itself stood still so long: no step took that time."""

@@ -11,7 +11,8 @@ NO_BLOCK = 0xFFFFFFFF
 
 
 def state_digest(rows: Iterable[tuple[int, int, int, int]]) -> int:
-    """Checksum of (slot, length, block_count, last_block) of occupied slots, ascending by slot.
+    """Checksum of (slot, length, block_count, last_block) of every KV group of occupied slots,
+    ascending by slot, then by group.
 
     length counts the tokens whose keys and values are computed; last_block is NO_BLOCK for none.
     """
@@ -59,7 +60,8 @@ class SlotTable:
         for slot in sorted(self.occupants):
             placement = self.occupants[slot].placement
             assert placement, slot
-            block_ids = placement.block_ids
-            last_block = block_ids[-1] if block_ids else NO_BLOCK
-            rows.append((slot, placement.planned_count, len(block_ids), last_block))
+            for table in placement.tables:
+                block_ids = table.block_ids
+                last_block = block_ids[-1] if block_ids else NO_BLOCK
+                rows.append((slot, placement.planned_count, len(block_ids), last_block))
         return state_digest(rows)

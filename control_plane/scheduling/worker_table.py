@@ -4,7 +4,14 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from control_plane.scheduling.messages import LossKind, WorkerInfo, WorkerReady, WorkerSnapshot
+from control_plane.scheduling.messages import (
+    Log,
+    LogLevel,
+    LossKind,
+    WorkerInfo,
+    WorkerReady,
+    WorkerSnapshot,
+)
 
 OWN_FAULT_KINDS = (LossKind.DEVICE, LossKind.MODEL, LossKind.INTERNAL)
 """Losses a chip is to blame for; a stream that broke or a late peer is none of its doing."""
@@ -138,3 +145,9 @@ class WorkerTable:
             )
             for _, worker in sorted(self._workers.items())
         )
+
+
+def worker_log(event: str, worker: Worker, level: LogLevel, **fields: object) -> Log:
+    """A record about a worker's process."""
+    names: dict[str, object] = {"worker": worker.worker_id, "incarnation": worker.info.incarnation}
+    return Log(event, names | fields, level)

@@ -29,6 +29,8 @@ from backends.gloo_rendezvous import GlooRendezvous
 from backends.interface import GroupPlace
 
 DEADLINE_S = 60.0
+ENDLESS_STEP_DEADLINE_S = 6.0
+"""Well beyond the 4 s in which a rank must notice that another stands still."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message", "message")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 SIZES = {
@@ -130,9 +132,11 @@ class Program:
             self.crc += zlib.crc32(result.reshape(-1).view(torch.uint8).numpy(), number)
 
 
-def meet(rank: int, world_size: int, sizes: str, folder: Path) -> Communicator:
+def meet(
+    rank: int, world_size: int, sizes: str, folder: Path, step_deadline_s: float = DEADLINE_S
+) -> Communicator:
     """The communicator of a rank; the address travels through a file."""
-    place = GroupPlace(rank, world_size, "stress/epoch1", DEADLINE_S, DEADLINE_S)
+    place = GroupPlace(rank, world_size, "stress/epoch1", DEADLINE_S, step_deadline_s)
     path = folder / "address"
     if rank == 0:
         rendezvous = GlooRendezvous.open(DEADLINE_S)
@@ -160,7 +164,7 @@ def stress(rank, group, folder, pools):
 
 def endless(rank, world_size, folder):
     """Sums until it fails."""
-    communicator = meet(rank, world_size, "whole", folder)
+    communicator = meet(rank, world_size, "whole", folder, ENDLESS_STEP_DEADLINE_S)
     tensor = torch.zeros(64, 576)
     step = 0
     while True:

@@ -22,6 +22,7 @@ import torch
 from backends.interface import Backend, BackendConfig, BackendRuntime, Device, open_runtime
 from backends.plugin import find_backend
 from tests.backends.kernel_calls import KernelCalls
+from tests.backends.local_ranks import LocalRanks
 from tests.backends.rank_processes import RankProcesses
 
 
@@ -84,6 +85,14 @@ def one_thread():
 def call(runtime: BackendRuntime, device: Device) -> KernelCalls:
     """Calls the backend's choice for an operation with host tensors; the result is on the host."""
     return KernelCalls(runtime, device)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest, backend_name: str) -> Iterator[LocalRanks]:
+    """Two and three ranks as threads; what their communicators are is the test's."""
+    opened = LocalRanks(backend_name, request.param, {})
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -4,9 +4,22 @@ import torch
 
 from backends.device import Device
 from backends.interface import BackendRuntime, Requirement
+from kernels.spec import SOFT_CAP, WINDOW
 
 PLACEMENTS = ("columns", "rows", "transposed", "offset")
 """Views whose elements are not one piece of memory, or that start at an odd address."""
+# Twice the rounding of one operand, over sums of some hundred terms.
+TOLERANCES = {
+    torch.float32: (2e-5, 2e-5),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (2e-2, 2e-2),
+}
+
+
+def check_close(actual, expected, dtype):
+    assert actual.dtype == expected.dtype
+    relative, absolute = TOLERANCES[dtype]
+    torch.testing.assert_close(actual, expected, rtol=relative, atol=absolute)
 
 
 class KernelCalls:
@@ -25,6 +38,7 @@ class KernelCalls:
             layout=layout,
             rows=max((each.shape[0] for each in tensors if each.ndim), default=1),
             last_dimension=computed[0].shape[-1] if computed else 1,
+            features=features_of(operation, arguments),
         )
         function = self._runtime.bind_kernels({operation: requirement}).function(operation)
         on_chip = []
@@ -41,6 +55,14 @@ class KernelCalls:
         if isinstance(result, tuple):
             return tuple(self._to_host(part) for part in result)
         return result if result is None else self._device.to_host(result)
+
+
+def features_of(operation, arguments) -> tuple[str, ...]:
+    """What a call asks for beyond the plain operation."""
+    if operation != "attention":
+        return ()
+    window, soft_cap = arguments[-2:]
+    return ((WINDOW,) if window else ()) + ((SOFT_CAP,) if soft_cap else ())
 
 
 def placed(device: Device, tensor: torch.Tensor, placement: str) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A backend's block memory beside a copy in main memory that only the reference touches."""
 
 import itertools
+import operator
 
 import torch
 
@@ -44,11 +45,21 @@ class MirroredPool:
         self._run("write_kv", self.pool.bind(rows), layer, key, value, placement=placement)
         REFERENCE["write_kv"](self.mirror.bind(rows), layer, key, value)
 
-    def attend(self, rows: BatchRows, layer: int, query, q_to_kv, scale, placement=None):
+    def attend(
+        self,
+        rows: BatchRows,
+        layer: int,
+        query,
+        q_to_kv,
+        scale,
+        placement=None,
+        window=0,
+        soft_cap=0.0,
+    ):
         """attention of both: the backend's, then the reference's."""
-        cache = self.pool.bind(rows)
-        actual = self._run("attention", cache, layer, query, q_to_kv, scale, placement=placement)
-        return actual, REFERENCE["attention"](self.mirror.bind(rows), layer, query, q_to_kv, scale)
+        arguments = (layer, query, q_to_kv, scale, window, soft_cap)
+        actual = self._run("attention", self.pool.bind(rows), *arguments, placement=placement)
+        return actual, REFERENCE["attention"](self.mirror.bind(rows), *arguments)
 
     def _run(self, operation, *arguments, placement):
         return self._call(
@@ -68,11 +79,26 @@ class MirroredPool:
             self.write(rows, layer, nothing, nothing)
 
     def fill_context(self, rows: BatchRows, generator: torch.Generator) -> None:
-        """Writes keys and values before each row's first token."""
-        starts = (0, *itertools.accumulate(rows.context_starts))
-        before = BatchRows(starts, (0,) * len(rows.context_starts), rows.block_tables)
+        """Writes keys and values before each row's first token, as far back as it has blocks."""
+        first = rows.table_starts or (0,) * len(rows.context_starts)
+        counts = map(operator.sub, rows.context_starts, first)
+        starts = (0, *itertools.accumulate(counts))
+        before = BatchRows(starts, first, rows.block_tables, first)
         for layer in range(self.spec.layers):
             self.write(before, layer, *self.keys_and_values(starts[-1], generator))
+
+    def poison_unseen(self, rows: BatchRows, window: int) -> None:
+        """What a row holds in front of the window of its first token becomes not a number."""
+        first = rows.table_starts or (0,) * len(rows.context_starts)
+        seen_from = [
+            max(start, context - window + 1)
+            for start, context in zip(first, rows.context_starts, strict=True)
+        ]
+        counts = map(operator.sub, seen_from, first)
+        starts = (0, *itertools.accumulate(counts))
+        nothing = torch.full(self._shape(starts[-1]), float("nan"), dtype=self.spec.dtype)
+        for layer in range(self.spec.layers):
+            self.write(BatchRows(starts, first, rows.block_tables, first), layer, nothing, nothing)
 
     def keys_and_values(self, tokens: int, generator: torch.Generator):
         """Random keys and values of so many tokens."""
@@ -83,15 +109,26 @@ class MirroredPool:
         return tokens, self.spec.kv_heads, self.spec.head_size
 
 
-def shuffled_rows(batch, block_tokens: int, generator: torch.Generator) -> tuple[BatchRows, int]:
+def shuffled_rows(
+    batch, block_tokens: int, generator: torch.Generator, window: int = 0
+) -> tuple[BatchRows, int]:
     """Rows of (tokens in context, tokens of the step), and how many blocks there are.
 
-    The blocks of a row lie far apart, in shuffled order.
+    The blocks of a row lie far apart, in shuffled order. With a window they are only those that
+    the row still sees.
     """
     query_starts = (0, *itertools.accumulate(count for _, count in batch))
-    needs = [-(-(context + count) // block_tokens) for context, count in batch]
+    dropped = [
+        max(0, context - window + 1) // block_tokens if window else 0 for context, _ in batch
+    ]
+    needs = [
+        -(-(context + count) // block_tokens) - gone
+        for (context, count), gone in zip(batch, dropped, strict=True)
+    ]
     shuffled = torch.randperm(sum(needs) + 3, generator=generator).tolist()
     ends = list(itertools.accumulate(needs))
     tables = tuple(tuple(shuffled[end - need : end]) for need, end in zip(needs, ends, strict=True))
-    rows = BatchRows(query_starts, tuple(context for context, _ in batch), tables)
+    contexts = tuple(context for context, _ in batch)
+    table_starts = tuple(gone * block_tokens for gone in dropped)
+    rows = BatchRows(query_starts, contexts, tables, table_starts)
     return rows, len(shuffled)

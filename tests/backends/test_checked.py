@@ -8,15 +8,7 @@ import torch
 from backends.checked import CheckedCommunicator
 from backends.errors import CommunicatorError, CommunicatorMisuse
 from backends.fusion import FusedCommunicator
-from tests.backends.local_ranks import LocalRanks
-from tests.backends.test_fusion import Program
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, backend_name):
-    opened = LocalRanks(backend_name, request.param, {})
-    yield opened
-    opened.close()
+from tests.backends.collective_program import CollectiveProgram
 
 
 @pytest.fixture
@@ -35,7 +27,7 @@ def chip(ranks, rank, *shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_right_calls_have_the_results_they_have_unchecked(ranks, checked, seed):
-    program = Program(seed, ranks.world_size)
+    program = CollectiveProgram(seed, ranks.world_size)
     found = ranks.together(lambda rank: program.run(checked[rank], ranks.devices[rank]))
     ranks.form()
     plain = ranks.together(lambda rank: program.run(ranks.communicators[rank], ranks.devices[rank]))

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from backends.cpu import plugin
 from backends.cpu.host import has_bfloat16, host_memory
 from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable
-from backends.interface import open_runtime
+from backends.interface import BatchRows, KVSpec, Lifetime, Requirement, open_runtime
 from backends.plugin import BackendConfig, ChipDescription
+from kernels.spec import WINDOW
 
 
 def chips(monkeypatch, cores, chips_on_host):
@@ -51,6 +53,21 @@ def test_opening_a_chip_pins_the_process_and_keeps_the_enumeration():
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), before)
     torch.set_num_threads(len(before))
+
+
+def test_a_decode_row_gathers_only_what_its_window_reaches(runtime, device):
+    """30 000 tokens of context, of which all but the last 33 blocks are where no memory is."""
+    pool = runtime.create_memory_pool(device, KVSpec(1, 1, 16, 16, torch.float32), 33)
+    bound = pool.bind(BatchRows((0, 1), (30_000,), ((0,) * 1843 + tuple(range(33)),)))
+    bound.block_tables[:, :1843] = 1 << 40
+    features = Requirement("float32", layout=pool.layout.order, features=(WINDOW,))
+    attention = runtime.bind_kernels({"attention": features}).function("attention")
+    ask = partial(attention, bound, 0, torch.zeros(1, 1, 16), (0,), 1.0)
+    assert ask(512, 0.0).shape == (1, 1, 16)
+    with pytest.raises(IndexError):
+        ask(0, 0.0)
+    device.scratch.reclaim(Lifetime.STEP)
+    pool.close()
 
 
 def test_a_chip_of_another_make_is_refused():

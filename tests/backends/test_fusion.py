@@ -1,27 +1,17 @@
 """Small messages inside `group()` travel as one, with the results they would have apart."""
 
-import random
-
 import pytest
 import torch
 
 from backends.errors import CommunicatorError
 from backends.fusion import FusedCommunicator, compose
 from backends.interface import SingleRankCommunicator
-from tests.backends.local_ranks import LocalRanks
+from tests.backends.collective_program import CollectiveProgram, own
 from tests.backends.rank_processes import RankProcesses
 from tests.fakes.counting_communicator import CountingCommunicator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MESSAGE_BYTES_MAX = 4096
 BUFFER_BYTES = 16384
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, backend_name):
-    opened = LocalRanks(backend_name, request.param, {})
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -39,12 +29,6 @@ def fused(ranks):
 
 def calls_of(fused):
     return fused[0]._inner.calls
-
-
-def own(rank, shape, dtype=torch.float32, seed=0):
-    """What a rank brings: the same on every rank that asks."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return (torch.randn(shape, generator=generator) * 100).to(dtype)
 
 
 def summed(world_size, shape, seed=0):
@@ -74,61 +58,9 @@ def test_eight_small_sums_are_one_message(ranks, fused):
     assert calls_of(fused) == [f"all_reduce float32 {total}"]
 
 
-class Program:
-    """A random program of collectives, the same on every rank; its results as bytes."""
-
-    def __init__(self, seed, world_size):
-        choose = random.Random(seed)
-        self.steps = []
-        for index in range(40):
-            name = choose.choice(
-                ["all_reduce"] * 3 + ["all_gather", "reduce_scatter", "broadcast", "message"]
-            )
-            shape = (choose.choice([0, 1, 3, 17]), choose.choice([1, 64, 200]))
-            ends = choose.sample(range(world_size), 2)
-            wait = choose.random() < 0.1
-            self.steps.append((name, shape, choose.choice(DTYPES), ends, wait, index))
-
-    def run(self, communicator, device):
-        """Runs all, in groups if it is told to by the communicator; every result on the host."""
-        results, works = [], []
-        with communicator.group():
-            for step in self.steps:
-                work, result = self.submit(communicator, device, *step)
-                if work is not None:
-                    works.append(work)
-                    results.append(result)
-                    # A wait inside a group is every rank's or nobody's.
-                    if step[4] and step[0] != "message":
-                        work.wait_stream()
-        for work in works:
-            work.wait(10.0)
-        return [device.to_host(result).view(torch.uint8) for result in results]
-
-    def submit(self, communicator, device, name, shape, dtype, ends, _wait, seed):
-        rank, world_size = communicator.rank, communicator.world_size
-        tensor = device.to_chip(own(rank, shape, dtype, seed))
-        if name == "all_reduce":
-            return communicator.all_reduce(tensor), tensor
-        if name == "broadcast":
-            return communicator.broadcast(tensor, ends[0]), tensor
-        if name == "all_gather":
-            output = device.allocate((world_size, *shape), dtype)
-            return communicator.all_gather(tensor, output), output
-        if name == "reduce_scatter":
-            parts = device.to_chip(own(rank, (world_size, *shape), dtype, seed))
-            output = device.allocate(shape, dtype)
-            return communicator.reduce_scatter(parts, output), output
-        if rank == ends[0]:
-            return communicator.send(tensor, ends[1]), tensor
-        if rank == ends[1]:
-            return communicator.receive(tensor, ends[0]), tensor
-        return None, None
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_program_has_the_results_of_its_calls_apart(ranks, fused, seed):
-    program = Program(seed, ranks.world_size)
+    program = CollectiveProgram(seed, ranks.world_size)
     found = ranks.together(lambda rank: program.run(fused[rank], ranks.devices[rank]))
     ranks.form()
     apart = ranks.together(lambda rank: program.run(ranks.communicators[rank], ranks.devices[rank]))

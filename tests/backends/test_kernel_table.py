@@ -6,9 +6,10 @@ import torch
 from backends.errors import UnsupportedOperation
 from backends.interface import Requirement
 from backends.kernel_table import bind_kernels
-from kernels.spec import OPERATIONS, Implementation, Support
+from kernels.spec import OPERATIONS, SOFT_CAP, WINDOW, Implementation, Support
 
 PLAIN = Requirement(dtype="float32", rows=8, last_dimension=64)
+FEATURED = Requirement(dtype="float32", features=(WINDOW, SOFT_CAP))
 
 
 def named(name, support=None, rank=0, operation="linear"):
@@ -30,10 +31,12 @@ def bound(*implementations, requirement=PLAIN, **settings):
         (Support(rows_max=7), PLAIN, "8 rows exceed its limit of 7"),
         (Support(alignment_elements=128), PLAIN, "64 is not a multiple of 128"),
         (Support(contiguous=True), PLAIN, "it needs contiguous tensors, and views are passed"),
+        (Support(features=(WINDOW,)), FEATURED, "it does not compute soft_cap"),
     ],
 )
 def test_what_an_implementation_does_not_declare_it_is_not_asked_for(support, requirement, reason):
-    table = bound(named("special", support), named("general", rank=1), requirement=requirement)
+    general = named("general", Support(features=(SOFT_CAP, WINDOW)), rank=1)
+    table = bound(named("special", support), general, requirement=requirement)
     assert table.dispatch("linear", 1, 2) == ("general", (1, 2))
     (choice,) = table.explain()
     assert choice.implementation == "general"
@@ -49,6 +52,7 @@ def test_what_an_implementation_does_not_declare_it_is_not_asked_for(support, re
         (Support(rows_max=8), PLAIN),
         (Support(alignment_elements=64), PLAIN),
         (Support(contiguous=True), Requirement("float32", contiguous=True)),
+        (Support(features=(SOFT_CAP, WINDOW)), Requirement("float32", features=(WINDOW,))),
     ],
 )
 def test_what_it_declares_suffices_at_the_very_limit(support, requirement):
@@ -72,11 +76,18 @@ def test_none_that_fits_is_refused_with_every_reason():
         "no implementation of 'linear' fits: one: 8 rows exceed its limit of 1; "
         "half: dtype float32 is not one of float16"
     )
+    with pytest.raises(UnsupportedOperation, match="plain: it does not compute window, soft_cap"):
+        bound(named("plain"), requirement=FEATURED)
 
 
 def test_what_the_backend_declares_unsupported_is_not_computed_by_another():
     with pytest.raises(UnsupportedOperation, match="'linear' is declared unsupported"):
         bound(named("reference"), unsupported=frozenset({"linear"}))
+    capable = named("reference", Support(features=(WINDOW, SOFT_CAP)))
+    lacking = frozenset({"linear:window"})
+    with pytest.raises(UnsupportedOperation, match="'linear:window' is declared unsupported"):
+        bound(capable, requirement=FEATURED, unsupported=lacking)
+    assert bound(capable, unsupported=lacking).choices["linear"].implementation == "reference"
 
 
 def test_unknown_and_unbound_operations_are_named():

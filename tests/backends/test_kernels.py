@@ -2,21 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as functional
 
 from backends.errors import UnsupportedOperation
 from backends.interface import KVSpec, Requirement
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 from kernels.spec import OPERATIONS
-from tests.backends.kernel_calls import PLACEMENTS
-from tests.backends.mirrored_pool import MirroredPool, shuffled_rows
+from tests.backends.kernel_calls import PLACEMENTS, check_close
 
 ROWS = (0, 1, 2, 7, 32, 129, 1024)
-# Twice the rounding of one operand, over sums of some hundred terms.
-TOLERANCES = {
-    torch.float32: (2e-5, 2e-5),
-    torch.float16: (2e-3, 2e-3),
-    torch.bfloat16: (2e-2, 2e-2),
-}
 REFERENCE = {found.operation: found.function for found in REFERENCE_IMPLEMENTATIONS}
 
 
@@ -29,12 +23,6 @@ def generator():
 def placement(request):
     """How the operand lies on the chip."""
     return None if request.param == "dense" else request.param
-
-
-def check_close(actual, expected, dtype):
-    assert actual.dtype == expected.dtype
-    relative, absolute = TOLERANCES[dtype]
-    torch.testing.assert_close(actual, expected, rtol=relative, atol=absolute)
 
 
 @pytest.fixture
@@ -111,14 +99,42 @@ def test_silu_mul(check, generator, dtype, rows, width):
     check("silu_mul", random(generator, dtype, rows, 2 * width) * 3)
 
 
+@pytest.mark.covers("gelu_mul")
+@pytest.mark.parametrize("width", [1, 64, 97])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gelu_mul(check, generator, dtype, rows, width):
+    check("gelu_mul", random(generator, dtype, rows, 2 * width) * 3)
+
+
+@pytest.mark.covers("gelu_mul")
+def test_the_gate_of_gelu_is_the_tanh_formula_to_its_ends(call):
+    gates = torch.tensor([[-3e4, -50.0, -6.0, -1.5, 0.0, 1.5, 6.0, 50.0, 3e4]])
+    actual = call("gelu_mul", torch.cat([gates, torch.ones_like(gates)], dim=-1))
+    expected = functional.gelu(gates.double(), approximate="tanh").float()
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.covers("soft_cap")
+@pytest.mark.parametrize("cap", [1.0, 30.0])
+@pytest.mark.parametrize("rows", ROWS[:-1])
+def test_soft_cap(call, generator, rows, cap):
+    logits = random(generator, torch.float32, rows, 777) * 40
+    actual = call("soft_cap", logits, cap)
+    check_close(actual, REFERENCE["soft_cap"](logits, cap), torch.float32)
+    assert (actual.abs() <= cap).all()
+
+
 @pytest.mark.covers("embedding")
 @pytest.mark.parametrize("first_row", [0, 40])
 @pytest.mark.parametrize("rows", ROWS)
-def test_embedding_gives_zeros_for_rows_of_other_chips(call, generator, dtype, rows, first_row):
+@pytest.mark.parametrize("scale", [1.0, 33**0.5])
+def test_embedding_gives_zeros_for_rows_of_other_chips(
+    call, generator, dtype, rows, first_row, scale
+):
     weight = random(generator, dtype, 50, 33)
     ids = torch.randint(0, 100, (rows,), generator=generator)
-    actual = call("embedding", ids, weight, first_row, dtype=dtype)
-    assert torch.equal(actual, REFERENCE["embedding"](ids, weight, first_row))
+    actual = call("embedding", ids, weight, first_row, scale, dtype=dtype)
+    assert torch.equal(actual, REFERENCE["embedding"](ids, weight, first_row, scale))
     foreign = (ids < first_row) | (ids >= first_row + 50)
     assert not actual[foreign].any()
 
@@ -139,6 +155,21 @@ def test_norms_of_views(check, generator, dtype, placement, width):
     )
 
 
+@pytest.mark.covers("rms_norm")
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("rows", ROWS)
+def test_norms_of_heads(check, generator, dtype, rows, heads):
+    x, weight = random(generator, dtype, rows, heads, 24), random(generator, dtype, 24)
+    check("rms_norm", x, weight, 1e-6)
+
+
+@pytest.mark.covers("rms_norm")
+def test_norms_of_heads_that_are_parts_of_a_product(check, generator, dtype, placement):
+    x, weight = random(generator, dtype, 7, 3, 16), random(generator, dtype, 16)
+    check("rms_norm", x, weight, 1e-6, placement=placement)
+    check("rms_norm", x[0], weight, 1e-6, placement=placement)
+
+
 @pytest.mark.covers("linear", "logits")
 def test_products_of_views(check, generator, dtype, placement):
     x, weight = random(generator, dtype, 7, 48), random(generator, dtype, 33, 48)
@@ -146,12 +177,20 @@ def test_products_of_views(check, generator, dtype, placement):
     check("logits", x, weight, result_dtypes=(torch.float32,), placement=placement)
 
 
-@pytest.mark.covers("rotary", "silu_mul")
+@pytest.mark.covers("rotary", "silu_mul", "gelu_mul")
 def test_rotation_and_gate_of_views(check, generator, dtype, placement):
     positions = torch.tensor([5, 0, 9, 9, 1, 3, 7])
     x = random(generator, dtype, 7, 3, 16)
     check("rotary", x, positions, angles(generator, 10, 8), placement=placement)
-    check("silu_mul", random(generator, dtype, 7, 2 * 24), placement=placement)
+    for gate in ("silu_mul", "gelu_mul"):
+        check(gate, random(generator, dtype, 7, 2 * 24), placement=placement)
+
+
+@pytest.mark.covers("soft_cap")
+def test_soft_cap_of_views(call, generator, placement):
+    logits = random(generator, torch.float32, 7, 33) * 40
+    actual = call("soft_cap", logits, 30.0, placement=placement)
+    check_close(actual, REFERENCE["soft_cap"](logits, 30.0), torch.float32)
 
 
 @pytest.mark.covers("embedding")
@@ -160,95 +199,8 @@ def test_embedding_by_a_view_of_ids(runtime, device, generator, dtype):
     weight, ids = random(generator, dtype, 50, 32), torch.arange(40)
     name = str(dtype).removeprefix("torch.")
     table = runtime.bind_kernels({"embedding": Requirement(name, rows=20, last_dimension=32)})
-    found = table.dispatch("embedding", device.to_chip(ids)[1::2], device.to_chip(weight), 0)
+    found = table.dispatch("embedding", device.to_chip(ids)[1::2], device.to_chip(weight), 0, 1.0)
     assert torch.equal(device.to_host(found), weight[1:40:2])
-
-
-# ---------------------------------------------------------------- attention over blocks
-
-
-# (tokens in context, tokens of the step) for each row.
-BATCHES = {
-    "one decode": [(37, 1)],
-    "first token": [(0, 1)],
-    "whole prompt": [(0, 23)],
-    "prefix and chunk": [(48, 17)],
-    "decode, unlike lengths": [(0, 1), (15, 1), (16, 1), (130, 1), (300, 1)],
-    "32 decode": [(row * 5 + 3, 1) for row in range(32)],
-    "mixed": [(3, 1), (0, 40), (64, 16), (200, 1), (17, 2), (0, 3), (31, 3)],
-    "129 rows": [(row % 50, 1) for row in range(129)],
-    "1024 rows": [(row % 21, 1) for row in range(1024)],
-    "many blocks": [(2050, 1), (1, 1), (1999, 40)],
-}
-HEAD_MAPS = {
-    "even": (0, 0, 0, 1, 1, 1, 2, 2, 2),
-    "one each": (0, 1, 2),
-    "uneven, low rank": (0, 0, 0, 1, 1),
-    "uneven, 4 and 1": (0, 0, 0, 0, 1),
-    "uneven, high rank": (0, 1, 1, 1),
-    "a key head unused": (0, 0, 2),
-    "not sorted": (1, 0, 1, 0, 0),
-}
-
-
-@pytest.fixture
-def attend(runtime, device, call, generator, dtype, backend):
-    """Writes and reads a batch in every layer and compares with the reference."""
-    opened = []
-
-    def run(batch, q_to_kv, head_size=16, block_tokens=16, placement=None):
-        if len(batch) > backend.capabilities.rows_max:
-            pytest.skip(f"unsupported: more than {backend.capabilities.rows_max} rows in a step")
-        spec = KVSpec(2, max(q_to_kv) + 1, head_size, block_tokens, dtype)
-        rows, blocks = shuffled_rows(batch, block_tokens, generator)
-        pool = MirroredPool(runtime, device, spec, blocks, call)
-        opened.append(pool)
-        pool.poison()
-        pool.fill_context(rows, generator)
-        tokens = rows.query_starts[-1]
-        for layer in range(spec.layers):
-            key, value = pool.keys_and_values(tokens, generator)
-            pool.write(rows, layer, key, value, placement)
-            query = random(generator, dtype, tokens, len(q_to_kv), head_size)
-            actual, expected = pool.attend(rows, layer, query, q_to_kv, 0.25, placement)
-            check_close(actual, expected, dtype)
-            assert actual.isfinite().all()
-
-    yield run
-    for pool in opened:
-        pool.close()
-
-
-@pytest.mark.covers("attention", "write_kv")
-@pytest.mark.parametrize("heads", ["even", "uneven, low rank"])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_attention_over_written_keys(attend, batch, heads):
-    attend(BATCHES[batch], HEAD_MAPS[heads])
-
-
-@pytest.mark.covers("attention", "write_kv")
-@pytest.mark.parametrize("heads", HEAD_MAPS)
-@pytest.mark.parametrize("batch", ["mixed", "decode, unlike lengths"])
-def test_attention_with_any_map_of_heads(attend, batch, heads):
-    attend(BATCHES[batch], HEAD_MAPS[heads])
-
-
-@pytest.mark.covers("attention", "write_kv")
-@pytest.mark.parametrize("head_size", [2, 20, 64, 128])
-def test_attention_with_any_head_size(attend, head_size):
-    attend(BATCHES["mixed"], HEAD_MAPS["uneven, 4 and 1"], head_size=head_size)
-
-
-@pytest.mark.covers("attention", "write_kv")
-@pytest.mark.parametrize("times", [1, 3, 8])
-def test_attention_with_any_block_the_backend_allows(attend, backend, times):
-    block_tokens = backend.capabilities.block_tokens_multiple * times
-    attend(BATCHES["mixed"], HEAD_MAPS["one each"], block_tokens=block_tokens)
-
-
-@pytest.mark.covers("attention", "write_kv")
-def test_attention_of_views(attend, placement):
-    attend(BATCHES["mixed"], HEAD_MAPS["even"], placement=placement)
 
 
 # ---------------------------------------------------------------- what is declared

@@ -54,7 +54,7 @@ class NumberedBlocks:
         query = torch.zeros(self.spec.block_tokens, HEADS, HEAD_SIZE)
         for layer in range(LAYERS):
             found = self._call(
-                "attention", self._bind(block), layer, query, (0, 1), 1.0, **self._kernel
+                "attention", self._bind(block), layer, query, (0, 1), 1.0, 0, 0.0, **self._kernel
             )
             expected = number + (layer / 10 if number else 0)
             torch.testing.assert_close(found, torch.full_like(found, expected))

@@ -10,8 +10,8 @@ from backends.errors import OutOfMemory
 from backends.interface import BatchRows, KVSpec
 from backends.paged_pool import PagedMemoryPool, paged_layout
 from backends.plugin import ChipDescription
-from kernels.reference import write_kv
-from tests.backends.mirrored_pool import MainMemory
+from kernels.reference import attention, write_kv
+from tests.backends.mirrored_pool import MainMemory, shuffled_rows
 
 SPEC = KVSpec(layers=3, kv_heads=2, head_size=12, block_tokens=4, dtype=torch.float32)
 BLOCK_BYTES = 2560
@@ -141,6 +141,55 @@ def test_writes_land_at_the_tokens_positions(pool):
     assert values[6].tolist() == [-7.0, 1.0, 2.0, -7.0]
     assert values[1].tolist() == [3.0, 4.0, 5.0, 6.0]
     assert values[8].tolist() == [7.0, -9.0, -9.0, -9.0]
+
+
+def test_a_table_may_begin_behind_the_window(pool):
+    """Two rows: the first holds what is from position 8 on, in two blocks, the second all."""
+    rows = BatchRows((0, 2, 4), (11, 3), ((3, 6), (1, 8)), (8, 0))
+    for block in (1, 3, 6, 8):
+        write(pool, block)
+    key = torch.arange(1, 5.0)[:, None, None].expand(4, SPEC.kv_heads, SPEC.head_size)
+    bound = pool.bind(rows)
+    write_kv(bound, 0, key, key)
+    values = bound.values[0][:, :, 0, 0]
+    assert values[3].tolist() == [-4.0, -4.0, -4.0, 1.0]
+    assert values[6].tolist() == [2.0, -7.0, -7.0, -7.0]
+    assert values[1].tolist() == [-2.0, -2.0, -2.0, 3.0]
+    assert values[8].tolist() == [4.0, -9.0, -9.0, -9.0]
+    assert bound.table_starts == (8, 0)
+    assert pool.bind(BatchRows((0, 1), (0,), ((3,),))).table_starts == (0,)
+
+
+def test_a_row_before_its_first_block_is_refused(pool):
+    with pytest.raises(AssertionError, match="a row begins before its first block"):
+        pool.bind(BatchRows((0, 1), (7,), ((3,),), (8,)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tables_that_lost_their_front_write_and_read_as_whole_ones(seed):
+    """The same tokens with the blocks behind the window and without them, in one arena each."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 40, (6,), generator=generator).tolist()
+    batch = [(numbers[0], 3), (numbers[1], 1), (numbers[2] + 50, 5), (numbers[3], 1)]
+    window = 1 + numbers[4]
+    spec = KVSpec(layers=1, kv_heads=1, head_size=4, block_tokens=4, dtype=torch.float32)
+    query = torch.randn(10, 1, 4, generator=generator)
+    key, value = (torch.randn(10, 1, 4, generator=generator) for _ in range(2))
+    context = torch.randn(2, 100, 1, 4, generator=generator)
+    found = []
+    for held in (window, 0):
+        rows, blocks = shuffled_rows(batch, 4, generator, held)
+        assert held == 0 or max(rows.table_starts) > 0
+        pool = PagedMemoryPool(CountingDevice(), spec, paged_layout(spec, 512), blocks)
+        pool.bind(BatchRows((0, 1), (0,), ((0,),))).keys[0].fill_(float("nan"))
+        for row, (count, _) in enumerate(batch):
+            start = rows.table_starts[row]
+            before = BatchRows((0, count - start), (start,), (rows.block_tables[row],), (start,))
+            write_kv(pool.bind(before), 0, context[0, start:count], context[1, start:count])
+        bound = pool.bind(rows)
+        write_kv(bound, 0, key, value)
+        found.append(attention(bound, 0, query, (0,), 0.5, window, 0.0))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_compaction_fills_the_lowest_places_with_as_few_copies_as_there_are_holes(pool, device):

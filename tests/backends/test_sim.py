@@ -27,9 +27,10 @@ from backends.interface import (
 from backends.plugin import ModelLoadPlan, find_backend
 from backends.sim import runtime as sim_runtime
 from backends.sim.attention import uniform_heads
+from backends.sim.driver import RowLengths
 from backends.simulator.clock import WallClock
 from backends.simulator.kernel_rules import KernelRejected
-from kernels.spec import OPERATIONS
+from kernels.spec import OPERATIONS, SOFT_CAP, WINDOW
 from tests.backends.local_ranks import LocalRanks
 
 VARIANTS = ("ideal", "p800_shim", "xre_native", "adversarial")
@@ -140,7 +141,9 @@ def layer_of(runtime, device):
         kernels.dispatch("write_kv", bound, 0, keys, keys)
     projected = kernels.dispatch("linear", x, weight, None, None)
     query = projected[:, : 5 * 16].view(20, 5, 16)
-    attended = kernels.dispatch("attention", pool.bind(rows), 0, query, (0, 0, 0, 0, 1), 0.25)
+    attended = kernels.dispatch(
+        "attention", pool.bind(rows), 0, query, (0, 0, 0, 0, 1), 0.25, 0, 0.0
+    )
     gated = kernels.dispatch("silu_mul", projected[:, 80:])
     result = device.to_host(attended), device.to_host(gated)
     pool.close()
@@ -207,9 +210,97 @@ def test_a_batch_above_the_kernels_limit_is_split():
     kernels, bound, on_chip = bind(runtime), pool.bind(rows), device.to_chip(values)
     kernels.dispatch("write_kv", bound, 0, on_chip, on_chip)
     launches = device.simulated.statistics().launches
-    attended = kernels.dispatch("attention", bound, 0, on_chip, (0,), 1.0)
+    attended = kernels.dispatch("attention", bound, 0, on_chip, (0,), 1.0, 0, 0.0)
     assert torch.equal(device.to_host(attended), values)
     assert device.simulated.statistics().launches - launches == 3
+
+
+# ---------------------------------------------------------------- what the library lacks
+
+LIBRARY, FORMULA = "sim-driver", "sim-formula"
+
+
+@pytest.mark.parametrize(
+    ("variant", "window", "soft_cap", "gelu"),
+    [
+        ("ideal", LIBRARY, LIBRARY, LIBRARY),
+        ("p800_shim", LIBRARY, FORMULA, FORMULA),
+        ("xre_native", FORMULA, FORMULA, FORMULA),
+        ("adversarial", FORMULA, FORMULA, FORMULA),
+    ],
+)
+def test_what_the_library_lacks_is_computed_by_formula(variant, window, soft_cap, gelu):
+    runtime = start(variant)
+
+    def chosen(operation, *features):
+        requirement = Requirement("float32", layout="paged", features=features)
+        return runtime.bind_kernels({operation: requirement}).choices[operation]
+
+    assert chosen("attention").implementation == LIBRARY
+    assert chosen("attention", WINDOW).implementation == window
+    assert chosen("attention", SOFT_CAP).implementation == soft_cap
+    assert chosen("gelu_mul").implementation == gelu
+    assert chosen("soft_cap").implementation == FORMULA
+    if soft_cap == FORMULA:
+        why = dict(chosen("attention", SOFT_CAP).rejected)[LIBRARY]
+        assert why == "it does not compute soft_cap"
+
+
+def windowed(runtime, device):
+    """A row at position 40 with a window of 20: the first block is given back, another's now."""
+    requirement = Requirement("float32", layout="paged", features=(WINDOW, SOFT_CAP))
+    attention = runtime.bind_kernels({"attention": requirement}).function("attention")
+    write = bind(runtime).function("write_kv")
+    pool = runtime.create_memory_pool(device, KVSpec(1, 1, 16, 16, torch.float32), 3)
+    values = torch.arange(16.0, 41.0)[:, None, None].expand(25, 1, 16).contiguous()
+    on_chip = device.to_chip(values)
+    write(pool.bind(BatchRows((0, 25), (16,), ((2, 0),), (16,))), 0, on_chip, on_chip)
+    last = pool.bind(BatchRows((0, 1), (40,), ((2, 0),), (16,)))
+    query = device.to_chip(torch.zeros(1, 1, 16))
+    return attention(last, 0, query, (0,), 1.0, 20, 0.5), pool
+
+
+@pytest.mark.parametrize("execution", ["latest", "earliest", "random"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_formula_is_as_late_as_a_kernel_and_reads_what_is_there_then(variant, execution):
+    runtime, device = open_chip(variant, execution=execution)
+    attended, pool = windowed(runtime, device)
+    if execution == "latest":
+        assert attended.isnan().all()
+    # The mean of the values 21 .. 40: all scores are alike.
+    torch.testing.assert_close(device.to_host(attended), torch.full((1, 1, 16), 30.5))
+    pool.close()
+
+
+@pytest.mark.parametrize("variant", ["p800_shim", "adversarial"])
+def test_formulas_are_launches_that_can_be_wrong_and_captured(variant):
+    runtime, device = open_chip(variant, faults="wrong@soft_cap=2")
+    kernels, logits = bind(runtime), device.to_chip(torch.full((2, 8), 1.0))
+    capped = [device.to_host(kernels.dispatch("soft_cap", logits, 1.0)) for _ in range(2)]
+    expected = torch.full((2, 8), 1.0).tanh()
+    torch.testing.assert_close(capped[0], expected)
+    torch.testing.assert_close(capped[1], 1 - expected)
+    gate_up, total = device.to_chip(torch.ones(2, 6)), device.to_chip(torch.zeros(2, 3))
+    program = device.capture(lambda: device.copy(kernels.dispatch("gelu_mul", gate_up), total))
+    program.replay()
+    assert (device.to_host(total) > 0.84).all()
+
+
+def test_the_library_refuses_what_it_lacks():
+    _, device = open_chip("xre_native")
+    x = device.to_chip(torch.ones(2, 8))
+    with pytest.raises(KernelRejected, match="has no kernel gelu_tanh_and_mul"):
+        device.driver.gelu_tanh_and_mul(x, x)
+    lengths = RowLengths((0, 2), (0,), x)
+    for wanted, said in (({"swa_left": 4}, "window"), ({"logits_soft_cap": 1.0}, "soft cap")):
+        with pytest.raises(KernelRejected, match=f"prefill attention has no {said}"):
+            device.driver.prefill_attention(x[None], x, x, x, lengths, 1.0, x, **wanted)
+
+
+def test_work_is_counted_within_the_window():
+    lengths = RowLengths((0, 1, 6), (9, 2), torch.empty(0))
+    assert (lengths.seen_tokens(0), lengths.pairs(0)) == (9 + 1 + 2 + 5, 10 + 3 + 4 + 5 + 6 + 7)
+    assert (lengths.seen_tokens(4), lengths.pairs(4)) == (3 + 1 + 2 + 5, 4 + 3 + 4 + 4 + 4 + 4)
 
 
 # ---------------------------------------------------------------- memory the kernels keep
@@ -284,6 +375,24 @@ def test_in_real_time_a_chip_that_hangs_does_not_come_back_by_itself(monkeypatch
 
     with pytest.raises(StillWaiting):
         run()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_wrong_write_spoils_what_it_writes_and_nothing_else(variant):
+    runtime, device = open_chip(variant, faults="wrong@write_kv=2")
+    kernels = bind(runtime)
+    pool = runtime.create_memory_pool(device, KVSpec(1, 1, 16, 16, torch.float32), 2)
+    ones = device.to_chip(torch.ones(1, 1, 16))
+    found = []
+    for block in range(2):
+        bound = pool.bind(BatchRows((0, 1), (0,), ((block,),)))
+        kernels.dispatch("write_kv", bound, 0, ones, device.to_chip(torch.full((1, 1, 16), 3.0)))
+    for block in range(2):
+        bound = pool.bind(BatchRows((0, 1), (0,), ((block,),)))
+        attended = kernels.dispatch("attention", bound, 0, ones, (0,), 1.0, 0, 0.0)
+        found.append(device.to_host(attended).unique().tolist())
+    assert found == [[3.0], [-2.0]]
+    pool.close()
 
 
 def test_a_failed_launch_loses_the_chip_when_it_is_waited_for():

@@ -12,6 +12,7 @@ from chip_worker.models import summed_projection
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.compute_group import ComputeGroup, admission
 from tests.fakes.late_chip import LateRuntime
+from tests.fakes.tiny_gemma import TinyGemma
 
 MODEL = TinyLlama(query_heads=6, kv_heads=3, tied=False, vocabulary=256, seed=5)
 PROMPT = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50]
@@ -32,8 +33,18 @@ def path(tmp_path_factory):
     return write_hugging_face(tmp_path_factory.mktemp("model"), MODEL)
 
 
-def blocks(*slots):
-    return tuple((slot, slot * BLOCKS + block) for slot in slots for block in range(BLOCKS))
+@pytest.fixture(scope="module")
+def windows_path(tmp_path_factory):
+    return write_hugging_face(tmp_path_factory.mktemp("windows"), TinyGemma(layers=6))
+
+
+def blocks(*slots, kv_groups=1):
+    return tuple(
+        (slot, kv_group, (slot * kv_groups + kv_group) * BLOCKS + block)
+        for slot in slots
+        for kv_group in range(kv_groups)
+        for block in range(BLOCKS)
+    )
 
 
 def everything(group):
@@ -44,17 +55,20 @@ def everything(group):
         admission(PROMPT[:5], slot=1, sampling=DRAWN, wants=RowWants()),
         admission(PROMPT[3:], slot=2, sampling=DRAWN, wants=every),
     )
+    windows = group.ranks[0].session.kv_windows
     results = [
         group.result(
             admissions=admitted,
-            new_blocks=blocks(0, 1, 2),
+            new_blocks=blocks(0, 1, 2, kv_groups=len(windows)),
             rows=(StepRow(0, 9, False), StepRow(1, 5, True), StepRow(2, 14, True)),
         )
     ]
     results += [group.result(rows=(StepRow(0, 8, True), StepRow(2, 1, True), StepRow(1, 1, True)))]
-    results += [
-        group.result(rows=tuple(StepRow(slot, 1, True) for slot in (2, 1, 0))) for _ in range(3)
-    ]
+    # 17 tokens behind it, and a window of 11 at most.
+    drops = tuple((0, kv_group, 1) for kv_group, window in enumerate(windows) if window)
+    for each in (drops, (), ()):
+        rows = tuple(StepRow(slot, 1, True) for slot in (2, 1, 0))
+        results += [group.result(drops=each, rows=rows)]
     return [(result.rows, result.prompt_scores) for result in results]
 
 
@@ -65,11 +79,13 @@ def asynchronous():
     return backend
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_nothing_but_the_chip_reads_or_writes_its_memory(path, ranks):
-    expected = everything(ComputeGroup.open(path, ranks).form(vocabulary_tokens=250))
-    late = ComputeGroup.open(path, ranks, runtime_class=LateRuntime)
-    assert everything(late.form(vocabulary_tokens=250)) == expected
+def test_nothing_but_the_chip_reads_or_writes_its_memory(path, windows_path, ranks, windows):
+    found = windows_path if windows else path
+    expected = everything(ComputeGroup.open(found, ranks).form(vocabulary_tokens=190))
+    late = ComputeGroup.open(found, ranks, runtime_class=LateRuntime)
+    assert everything(late.form(vocabulary_tokens=190)) == expected
 
 
 def test_sums_that_travel_in_chunks_are_the_same_sums(path, monkeypatch):

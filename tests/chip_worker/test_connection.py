@@ -41,7 +41,6 @@ IDENTITY = Identity(
     memory_bytes=0,
     dtype="float32",
     batch_invariant=False,
-    can_abort=True,
     block_tokens_multiple=1,
     model_name="m",
     architecture="llama",
@@ -151,6 +150,7 @@ def form(
             slots=8,
             chunk_tokens=64,
             context_tokens=2048,
+            blocks_wanted=1024,
             kv_policy="cover",
             step_deadline_s=step_deadline_s,
         )

@@ -67,12 +67,14 @@ def serve_lengths(group, lengths_count):
             group.step(
                 admissions=(
                     admission(
-                        [5] * length, cached_count=cached, block_ids=tuple(range(cached // block))
+                        [5] * length,
+                        cached_count=cached,
+                        block_tables=(tuple(range(cached // block)),),
                     ),
                 )
                 if first
                 else (),
-                new_blocks=tuple((0, each) for each in range(cached // block, blocks))
+                new_blocks=tuple((0, 0, each) for each in range(cached // block, blocks))
                 if first
                 else (),
                 rows=(StepRow(0, tokens, start + tokens == length),),

@@ -5,17 +5,13 @@ import pytest
 from backends.errors import OutOfMemory
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import ConfigurationError
-from chip_worker.memory_pool import KVDemand, default_capacity
+from chip_worker.memory_pool import default_capacity
 
 
 def config(**changes):
     return WorkerConfig(
         **({"worker_id": "chip0", "control_plane": "", "model_path": "model"} | changes)
     )
-
-
-def test_slots_and_context_say_what_is_wanted():
-    assert KVDemand(slots=3, context_tokens=33).blocks(block_tokens=16) == 9
 
 
 def test_plenty_of_memory_gives_what_is_wanted():

@@ -13,7 +13,7 @@ from kernels.spec import Implementation
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.compute_group import ComputeGroup, ThreadRuntime, admission
 
-BLOCKS = tuple((0, block) for block in range(16))
+BLOCKS = tuple((0, 0, block) for block in range(16))
 
 
 class LeakyDevice(CpuDevice):

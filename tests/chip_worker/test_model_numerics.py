@@ -102,8 +102,8 @@ def test_a_cached_prefix_is_a_computed_one(paths):
     group = ComputeGroup.open(paths["untied"]).form()
     cold = group.generate(PROMPT, 3)
     (warm,) = group.step(
-        admissions=(admission(PROMPT, slot=2, cached_count=16, block_ids=(0, 1, 2, 3)),),
-        new_blocks=((2, 9),),
+        admissions=(admission(PROMPT, slot=2, cached_count=16, block_tables=((0, 1, 2, 3),)),),
+        new_blocks=((2, 0, 9),),
         rows=(StepRow(2, 1, True),),
     )
     assert warm.token_ids == cold[0].token_ids
@@ -113,11 +113,14 @@ def test_a_cached_prefix_is_a_computed_one(paths):
 def test_neighbours_in_the_batch_do_not_change_a_row(paths):
     alone = ComputeGroup.open(paths["untied"]).form().generate(PROMPT, 6)
     group = ComputeGroup.open(paths["untied"]).form()
-    blocks = tuple((0, block) for block in range(6))
+    blocks = tuple((0, 0, block) for block in range(6))
     others = [(slot, [slot * 7 + 1, 9, 2][: slot + 1]) for slot in (1, 2, 3)]
     step = {
         "admissions": (admission(PROMPT), *(admission(ids, slot=slot) for slot, ids in others)),
-        "new_blocks": (*blocks, *((slot, 20 + 3 * slot + n) for slot, _ in others for n in (0, 1))),
+        "new_blocks": (
+            *blocks,
+            *((slot, 0, 20 + 3 * slot + n) for slot, _ in others for n in (0, 1)),
+        ),
         "rows": (
             StepRow(1, 2, True),
             StepRow(0, len(PROMPT), True),
@@ -143,7 +146,7 @@ def test_a_replay_draws_the_tokens_the_first_run_drew(paths):
     results = list(
         group.step(
             admissions=(replayed,),
-            new_blocks=tuple((3, block) for block in range(8)),
+            new_blocks=tuple((3, 0, block) for block in range(8)),
             rows=(StepRow(3, len(PROMPT) + 5, True),),
         )
     )

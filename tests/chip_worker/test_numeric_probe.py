@@ -12,9 +12,10 @@ from chip_worker.batch import Fault, FaultKind, Ready
 from chip_worker.config import WorkerConfig
 from chip_worker.session import Session
 from chip_worker.shard_loader import ShardLoader
-from kernels.spec import Implementation
+from kernels.spec import SOFT_CAP, WINDOW, Implementation, Support
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.compute_group import ComputeGroup, ThreadRuntime, form_command, open_rank
+from tests.fakes.tiny_gemma import TinyGemma
 
 OPERATIONS = (
     "add_rms_norm",
@@ -31,11 +32,17 @@ OPERATIONS = (
 )
 # 32 tokens of a chunk and 4 slots.
 ROWS_MAX = 36
+GEMMA_OPERATIONS = {*OPERATIONS, "gelu_mul", "soft_cap"} - {"silu_mul"}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return write_hugging_face(tmp_path_factory.mktemp("model"), TinyLlama())
+
+
+@pytest.fixture(scope="module")
+def gemma_path(tmp_path_factory):
+    return write_hugging_face(tmp_path_factory.mktemp("gemma"), TinyGemma(layers=7))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,12 @@ def report_with(model_path, operation, perturbed, **form):
                 return every
             right = next(each.function for each in every if each.operation == operation)
             return [
-                Implementation(operation, "perturbed", functools.partial(perturbed, right)),
+                Implementation(
+                    operation,
+                    "perturbed",
+                    functools.partial(perturbed, right),
+                    Support(features=(WINDOW, SOFT_CAP)),
+                ),
                 *(each for each in every if each.operation != operation),
             ]
 
@@ -103,6 +115,77 @@ def writes_one_layer_only(right, cache, layer, key, value):
 def test_a_perturbed_operation_is_named(path, operation):
     report = report_with(path, operation, lambda right, *a: spoiled(right(*a)))
     check_named(report, operation)
+
+
+@pytest.mark.parametrize("operation", sorted(GEMMA_OPERATIONS - {*OPERATIONS}))
+def test_a_perturbed_operation_that_other_models_lack_is_named(gemma_path, operation):
+    report = report_with(gemma_path, operation, lambda right, *a: spoiled(right(*a)))
+    check_named(report, operation)
+
+
+def attends_one_more(right, cache, layer, query, q_to_kv, scale, window, soft_cap):
+    return right(cache, layer, query, q_to_kv, scale, window and window + 1, soft_cap)
+
+
+def attends_one_less(right, cache, layer, query, q_to_kv, scale, window, soft_cap):
+    return right(cache, layer, query, q_to_kv, scale, window and window - 1, soft_cap)
+
+
+def attends_without_cap(right, cache, layer, query, q_to_kv, scale, window, _soft_cap):
+    return right(cache, layer, query, q_to_kv, scale, window, 0.0)
+
+
+def attends_with_the_usual_scale(right, cache, layer, query, q_to_kv, _scale, window, soft_cap):
+    return right(cache, layer, query, q_to_kv, query.shape[2] ** -0.5, window, soft_cap)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [attends_one_more, attends_one_less, attends_without_cap, attends_with_the_usual_scale],
+)
+def test_attention_that_misses_a_windows_edge_a_cap_or_the_scale_is_found(gemma_path, function):
+    check_named(report_with(gemma_path, "attention", function), "attention")
+
+
+def test_a_window_longer_than_a_step_is_probed_at_its_edge(tmp_path):
+    """100 tokens in blocks of 4, held in pieces of at most ROWS_MAX."""
+    changes = {"sliding_window": 100}
+    path = write_hugging_face(tmp_path, TinyGemma(layers=6), config_changes=changes)
+    for function in (attends_one_more, attends_one_less):
+        report = report_with(path, "attention", function, context_tokens=120)
+        check_named(report, "attention")
+    # A context that ends before the window does never meets it.
+    report = report_with(path, "attention", attends_one_more, context_tokens=100)
+    assert isinstance(report, Ready), report
+
+
+@pytest.mark.parametrize(("base", "name"), [(500.0, "window"), (10_000.0, "whole")])
+def test_the_rotary_tables_of_both_kinds_of_layers_are_probed(gemma_path, base, name):
+    """A kernel that is wrong for one of the two tables only."""
+    del name
+    second = base ** (-2 / 8)
+
+    def function(right, heads, positions, table):
+        found = right(heads, positions, table)
+        at_one = torch.acos(table[1, 1])
+        return found * 1.1 if torch.isclose(at_one, torch.tensor(second)) else found
+
+    check_named(report_with(gemma_path, "rotary", function), "rotary")
+
+
+def test_norms_of_heads_are_probed(gemma_path):
+    def function(right, x, weight, epsilon):
+        found = right(x, weight, epsilon)
+        return found * 1.1 if x.ndim == 3 else found
+
+    check_named(report_with(gemma_path, "rms_norm", function), "rms_norm")
+
+
+def test_the_scale_of_embeddings_is_probed(gemma_path):
+    def function(right, ids, weight, first_row, _scale):
+        return right(ids, weight, first_row, 1.0)
+
+    check_named(report_with(gemma_path, "embedding", function), "embedding")
 
 
 @pytest.mark.parametrize("function", [writes_wrong_values, writes_one_layer_only])
@@ -179,30 +262,34 @@ def test_logits_that_a_product_leaves_out_are_found(large_vocabulary, rows):
 # ---------------------------------------------------------------- what is right passes
 
 
-def test_every_bound_operation_is_probed(path):
-    """Each of the table is called before the warm-up; none may be added unchecked."""
-    group = ComputeGroup.open(path).form()
-    bound = set(group.ranks[0].session._formation._kernels.choices)
-    assert bound == {*OPERATIONS, "write_kv"}
+def test_every_bound_operation_is_probed(path, gemma_path):
+    """Each of the table is perturbed above; none may be added unchecked."""
+    for found, operations in ((path, OPERATIONS), (gemma_path, GEMMA_OPERATIONS)):
+        group = ComputeGroup.open(found).form()
+        bound = set(group.ranks[0].session._formation._kernels.choices)
+        assert bound == {*operations, "write_kv"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_right_kernels_pass(large_vocabulary, dtype, ranks):
-    group = ComputeGroup.open(large_vocabulary, ranks, dtype=dtype).form()
-    assert all(isinstance(rank.last, Ready) for rank in group.ranks)
+def test_right_kernels_pass(large_vocabulary, gemma_path, dtype, ranks):
+    for path in (large_vocabulary, gemma_path):
+        group = ComputeGroup.open(path, ranks, dtype=dtype).form()
+        assert all(isinstance(rank.last, Ready) for rank in group.ranks)
 
 
 @pytest.mark.parametrize("name", ["sim:ideal", "sim:adversarial"])
-def test_a_simulated_chip_passes(path, name):
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_simulated_chip_passes(path, gemma_path, name, windows):
     """Its kernels share no code with the reference, and its work is done late."""
+    model_path = gemma_path if windows else path
     backend = find_backend(name)
     backend_config = BackendConfig(chip_indices=(0,), dtype="float32")
     backend.on_init(backend_config)
-    config = WorkerConfig("chip0", "", path, dtype="float32", kv_blocks=16)
+    config = WorkerConfig("chip0", "", model_path, dtype="float32", kv_blocks=16)
     reports = []
     runtime = open_runtime(backend, backend_config)
-    session = Session(config, backend, runtime, ShardLoader(path), reports.append)
+    session = Session(config, backend, runtime, ShardLoader(model_path), reports.append)
     session.handle(form_command())
     session.close()
     assert isinstance(reports[-1], Ready), reports[-1]
@@ -240,7 +327,20 @@ def test_probe_and_warm_up_take_blocks_of_the_pool_and_leave_them_idle(path, mon
     ids=str,
 )
 def test_the_smallest_pools_and_contexts_pass(path, kv_blocks, form):
-    rank = open_rank(path, kv_blocks=kv_blocks)
+    check_ready(path, kv_blocks, form)
+
+
+@pytest.mark.parametrize(
+    ("kv_blocks", "form"),
+    [(1, {}), (8, {"block_tokens": 1}), (20, {"context_tokens": 15}), (20, {"slots": 1})],
+    ids=str,
+)
+def test_small_pools_and_contexts_pass_with_windows(gemma_path, kv_blocks, form):
+    check_ready(gemma_path, kv_blocks, form)
+
+
+def check_ready(model_path, kv_blocks, form):
+    rank = open_rank(model_path, kv_blocks=kv_blocks)
     rank.session.handle(form_command(**form))
     rank.session.close()
     assert isinstance(rank.last, Ready), rank.last

@@ -32,7 +32,7 @@ def scoring(ids=PROMPT, slot=0, tops=3, **changes):
 
 
 def blocks(slot):
-    return tuple((slot, slot * BLOCKS + block) for block in range(BLOCKS))
+    return tuple((slot, 0, slot * BLOCKS + block) for block in range(BLOCKS))
 
 
 def score_in_chunks(group, chunks, admitted=None):

@@ -56,7 +56,7 @@ class Bench:
                         ids,
                         len(prompt),
                         0,
-                        tuple(range(16 * index, 16 * index + 16)),
+                        (tuple(range(16 * index, 16 * index + 16)),),
                         SlotSampling(**({"temperature": 0.0, "seed": 5} | sampling)),
                         wants or RowWants(),
                     ),

@@ -86,7 +86,7 @@ def slot_of(cases, row):
         known=len(ids),
         output_start=PROMPT_COUNT,
         length=len(ids),
-        block_ids=[],
+        tables=[],
         sampling=SlotSampling(
             temperature=1.0,
             seed=0,

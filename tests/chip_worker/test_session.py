@@ -84,7 +84,7 @@ def started(path, **settings):
 def first_step(step_id=1, term=1, epoch=1, **changes):
     fields = {
         "admissions": (admission(PROMPT),),
-        "new_blocks": ((0, 0), (0, 1)),
+        "new_blocks": ((0, 0, 0), (0, 0, 1)),
         "rows": (StepRow(0, 5, True),),
     }
     return Step(term, epoch, step_id, **(fields | changes))
@@ -324,9 +324,9 @@ def test_an_epoch_that_ends_while_weights_load_is_not_waited_for(path, monkeypat
     rank = open_rank(path)
     load = LlamaModel.load
 
-    def load_while_the_epoch_ends(reader):
+    def load_while_the_epoch_ends(*arguments):
         rank.session.abort(form_command())
-        return load(reader)
+        return load(*arguments)
 
     monkeypatch.setattr(LlamaModel, "load", staticmethod(load_while_the_epoch_ends))
     started_s = time.monotonic()

@@ -17,33 +17,15 @@ from chip_worker.connection import Connection
 from chip_worker.errors import ModelError
 from chip_worker.exit_code import ExitCode
 from chip_worker.status_file import StatusFile
-from chip_worker.unavailable import AcquireWatch, announce
-from chip_worker.wire import Identity
+from chip_worker.unavailable import AcquireWatch, announce, identity_without_chip
 from tests.fakes.scripted_control_plane import ScriptedControlPlane
-
-IDENTITY = Identity(
-    worker_id="chip0",
-    incarnation=77,
-    pid=4711,
-    backend="cpu",
-    chip_index=0,
-    chip_description="",
-    memory_bytes=0,
-    dtype="",
-    batch_invariant=False,
-    can_abort=False,
-    block_tokens_multiple=1,
-    model_name="",
-    architecture="",
-    model_digest="",
-    context_tokens=0,
-    vocabulary_size=0,
-    unavailable_reason="burnt",
-)
 
 
 def config(port: int) -> WorkerConfig:
     return WorkerConfig("chip0", f"127.0.0.1:{port}", "m", join_token="secret")
+
+
+IDENTITY = identity_without_chip(config(0), incarnation=77, reason="burnt")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.fakes.dense_llama import dense_logits
 MODEL = TinyLlama(query_heads=6, kv_heads=3, tied=False, vocabulary=256, seed=5)
 PROMPT = [3, 141, 59, 26, 5]
 KNOWN = 150
-BLOCKS = tuple((0, block) for block in range(8))
+BLOCKS = tuple((0, 0, block) for block in range(8))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 
 from chip_worker import batch
 from chip_worker import wire as worker_wire
-from chip_worker.wire import Identity, MalformedMessage
+from chip_worker.step_wire import MalformedMessage
+from chip_worker.wire import Identity
 from control_plane.dispatch import wire as control_wire
 from control_plane.dispatch.wire import GroupSettings, Place
 from control_plane.errors import ProtocolError
@@ -27,13 +28,13 @@ IDENTITY = Identity(
     memory_bytes=1 << 40,
     dtype="float32",
     batch_invariant=True,
-    can_abort=True,
     block_tokens_multiple=128,
     model_name="m",
     architecture="llama",
     model_digest="ab",
     context_tokens=2048,
     vocabulary_size=49152,
+    kv_windows=(0, 512, 512),
     rows_max=96,
     device_id="0000:3b:00.0",
 )
@@ -42,7 +43,8 @@ TIMES = batch.StepTimes(3, queue_ns=1, device_ns=2_500_000_000, communication_ns
 
 
 def received(message: bytes) -> batch.Command:
-    return worker_wire.decode_command(worker_pb2.AttachResponse.FromString(message), 99)
+    """As a worker whose model has three KV groups."""
+    return worker_wire.decode_command(worker_pb2.AttachResponse.FromString(message), 99, 3)
 
 
 def reported(report: batch.Report, rank: int = 0) -> messages.Event | None:
@@ -63,6 +65,7 @@ def test_hello():
     assert (worker.device, worker.dtype, worker.model_digest) == ("cores 0,1", "float32", "ab")
     assert (worker.context_tokens, worker.vocabulary_size) == (2048, 49152)
     assert (worker.block_tokens_multiple, worker.batch_invariant) == (128, True)
+    assert worker.kv_windows == (0, 512, 512)
     assert (worker.rows_max, hello.chip.device_id) == (96, "0000:3b:00.0")
     assert worker.unavailable_reason is None
     assert (worker.term_highest, hello.join_token) == (TERM, "secret")
@@ -87,11 +90,16 @@ def test_step():
         step_id=3,
         releases=(7, 1),
         admissions=(
-            messages.Admission(1, (5, 6, 7), 2, 0, (), sampling, wants_logprobs=True, top_tokens=5),
-            messages.Admission(2, (), 0, 16, (4,), Sampling(0.0, 0), wants_logits=True, adapter=3),
+            messages.Admission(
+                1, (5, 6, 7), 2, 0, ((), (), ()), sampling, wants_logprobs=True, top_tokens=5
+            ),
+            messages.Admission(
+                2, (), 0, 16, ((4, 8), (), (5,)), Sampling(0.0, 0), wants_logits=True, adapter=3
+            ),
         ),
         extensions=((1, (8, 9)), (2, ()), (3, (10,))),
-        new_blocks=((1, 11), (1, 12), (2, 0)),
+        drops=((1, 1, 3), (1, 2, 1), (3, 2, 70)),
+        new_blocks=((1, 0, 11), (1, 2, 12), (2, 1, 0)),
         rows=(
             messages.StepRow(1, 5, False),
             messages.StepRow(2, 1, True),
@@ -103,7 +111,8 @@ def test_step():
     assert isinstance(step, batch.Step)
     assert (step.term, step.epoch, step.step_id, step.received_ns) == (TERM, EPOCH, 3, 99)
     assert (step.releases, step.extensions) == (plan.releases, plan.extensions)
-    assert (step.new_blocks, step.digest) == (plan.new_blocks, plan.digest)
+    assert (step.drops, step.new_blocks) == (plan.drops, plan.new_blocks)
+    assert step.digest == plan.digest
     assert [(row.slot, row.tokens_count, row.sampled) for row in step.rows] == [
         (1, 5, False),
         (2, 1, True),
@@ -114,7 +123,7 @@ def test_step():
         token_ids=(5, 6, 7),
         output_start=2,
         cached_count=0,
-        block_ids=(),
+        block_tables=((), (), ()),
         sampling=batch.SlotSampling(0.5, (1 << 64) - 1, 2),
         wants=batch.RowWants(logprobs=True, top_tokens=5),
     )
@@ -123,7 +132,7 @@ def test_step():
         token_ids=(),
         output_start=0,
         cached_count=16,
-        block_ids=(4,),
+        block_tables=((4, 8), (), (5,)),
         sampling=batch.SlotSampling(0.0, 0),
         wants=batch.RowWants(logits=True),
         adapter=3,
@@ -132,7 +141,7 @@ def test_step():
 
 def admitted(sampling, **wants):
     """An admission as the worker gets it."""
-    admission = messages.Admission(1, (5,), 1, 0, (), sampling, **wants)
+    admission = messages.Admission(1, (5,), 1, 0, ((),), sampling, **wants)
     plan = messages.StepPlan("g0", EPOCH, 1, admissions=(admission,))
     return received(control_wire.encode_step(plan, TERM)).admissions[0]
 
@@ -184,8 +193,26 @@ def test_an_absent_digest_is_not_zero():
 
 def test_a_decode_step_of_64_rows_stays_small():
     rows = tuple(messages.StepRow(slot, 1, True) for slot in range(64))
-    plan = messages.StepPlan("g0", EPOCH, 12345, rows=rows, new_blocks=((3, 999),) * 4, digest=1)
+    plan = messages.StepPlan("g0", EPOCH, 12345, rows=rows, new_blocks=((3, 0, 999),) * 4, digest=1)
     assert len(control_wire.encode_step(plan, TERM)) < 300
+
+
+@pytest.mark.parametrize(
+    "tables", [((4, 5),), ((4, 5), (), ()), ((), (), (4,)), ((1,), (2,), (3,))]
+)
+def test_block_tables_of_an_admission(tables):
+    admission = messages.Admission(1, (5,), 1, 0, tables, Sampling(0.0, 0))
+    plan = messages.StepPlan("g0", EPOCH, 1, admissions=(admission,))
+    (found,) = received(control_wire.encode_step(plan, TERM)).admissions
+    assert found.block_tables == (*tables, (), ())[:3]
+
+
+def test_blocks_without_kv_groups_are_of_group_0():
+    admission = worker_pb2.Admission(block_ids=[7, 8])
+    step = worker_pb2.Step(admissions=[admission], block_slot=[1, 2], block_id=[3, 4])
+    found = received(worker_pb2.AttachResponse(step=step).SerializeToString())
+    assert found.admissions[0].block_tables == ((7, 8), (), ())
+    assert found.new_blocks == ((1, 0, 3), (2, 0, 4))
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, 2048), (512, 512), (4096, 2048)])
@@ -194,8 +221,42 @@ def test_form_group_and_its_context(configured, expected):
     settings = replace(SETTINGS, context_tokens=configured, vocabulary_tokens=32_000)
     form = received(control_wire.encode_form_group(effect, settings, WORKER, TERM))
     assert form == batch.FormGroup(
-        TERM, "g0", EPOCH, 1, 2, 60.0, 16, 8, 64, expected, "cover", 30.0, 32_000
+        TERM,
+        "g0",
+        EPOCH,
+        1,
+        2,
+        60.0,
+        16,
+        8,
+        64,
+        expected,
+        blocks_wanted=8 * expected // 16,
+        kv_policy="cover",
+        step_deadline_s=30.0,
+        vocabulary_tokens=32_000,
     )
+
+
+@pytest.mark.parametrize(
+    ("windows", "blocks"),
+    [
+        ((0,), 3 * 32),
+        ((0, 0), 3 * 64),
+        # 64 tokens, from anywhere in a block on, are in 5; two more are kept behind the window.
+        ((1,), 3 * (5 + 2)),
+        ((0, 100, 100), 3 * (32 + 2 * (12 + 2))),
+        # Never more than the context.
+        ((0, 4096), 3 * (32 + 32)),
+    ],
+)
+def test_slots_context_and_windows_say_how_many_blocks_are_wanted(windows, blocks):
+    effect = messages.FormGroup("chip0", 11, "g0", EPOCH, 0, 1, 60.0, block_tokens=16, slots=3)
+    settings = replace(SETTINGS, chunk_tokens=64, context_tokens=500)
+    worker = replace(WORKER, kv_windows=windows)
+    form = received(control_wire.encode_form_group(effect, settings, worker, TERM))
+    assert isinstance(form, batch.FormGroup)
+    assert form.blocks_wanted == blocks
 
 
 def test_a_group_may_have_its_own_block_size_and_rows():
@@ -338,7 +399,27 @@ def test_ready_with_an_impossible_rate_is_refused(rate):
         worker_pb2.AttachResponse(
             step=worker_pb2.Step(row_slot=[1], row_tokens=[1], sampled_row=[1])
         ),
+        worker_pb2.AttachResponse(
+            step=worker_pb2.Step(block_slot=[1, 1], block_id=[1, 2], block_kv_group=[1])
+        ),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(block_kv_group=[1])),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(drop_slot=[1], drop_kv_group=[1])),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(drop_slot=[1], drop_count=[1])),
+        worker_pb2.AttachResponse(step=worker_pb2.Step(drop_kv_group=[1], drop_count=[1])),
+        *(
+            worker_pb2.AttachResponse(step=worker_pb2.Step(admissions=[admission]))
+            for admission in (
+                worker_pb2.Admission(block_ids=[1, 2], block_kv_group=[0]),
+                worker_pb2.Admission(block_ids=[1, 2], block_kv_group=[1, 0]),
+                worker_pb2.Admission(block_ids=[1], block_kv_group=[3]),
+            )
+        ),
         worker_pb2.AttachResponse(form=worker_pb2.FormGroup(group_epoch=1)),
+        worker_pb2.AttachResponse(
+            form=worker_pb2.FormGroup(
+                group_epoch=1, layout=worker_pb2.GroupLayout(tensor_size=1), slots=8
+            )
+        ),
         worker_pb2.AttachResponse(
             step=worker_pb2.Step(
                 admissions=[
@@ -347,8 +428,26 @@ def test_ready_with_an_impossible_rate_is_refused(rate):
             )
         ),
     ],
-    ids=["empty", "mask", "rows", "blocks", "extensions", "sampled", "no rank", "bias"],
+    ids=[
+        "empty",
+        "mask",
+        "rows",
+        "blocks",
+        "extensions",
+        "sampled",
+        "groups of too few blocks",
+        "groups of no blocks",
+        "drops without counts",
+        "drops without groups",
+        "drops without slots",
+        "groups of too few cached blocks",
+        "groups that do not ascend",
+        "a group the model lacks",
+        "no rank",
+        "no blocks wanted",
+        "bias",
+    ],
 )
 def test_commands_of_the_wrong_shape_are_refused(message):
     with pytest.raises(MalformedMessage):
-        worker_wire.decode_command(message, 0)
+        worker_wire.decode_command(message, 0, 3)

@@ -116,7 +116,7 @@ def write_gguf(
     file: Path,
     model: TinyLlama,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    metadata: dict[str, str] | None = None,
+    metadata: dict[str, str | int | float] | None = None,
     without: tuple[str, ...] = (),
 ) -> str:
     """Writes a GGUF file as llama.cpp's converter does: matrices in `kind`, norms in float32."""
@@ -135,7 +135,8 @@ def write_gguf(
     writer.add_token_list([f"token {index} é" for index in range(model.vocabulary)])
     writer.add_token_types([index % 7 for index in range(model.vocabulary)])
     for key, value in (metadata or {}).items():
-        writer.add_string(key, value)
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.layers)
     for name, tensor in model.tensors().items():
         if name in without:

@@ -1,6 +1,8 @@
 """A group of sessions in one process, driven as the control plane would drive it."""
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from backends.cpu.plugin import CpuBackend
 from backends.cpu.runtime import CpuRuntime
@@ -22,6 +24,7 @@ from chip_worker.session import Session
 from chip_worker.shard_loader import ShardLoader
 from tests.fakes.rank_threads import Meeting, ThreadCommunicator, run_ranks
 
+BLOCK_TOKENS = 4
 GREEDY = SlotSampling(temperature=0.0, seed=7)
 
 
@@ -78,23 +81,28 @@ def open_rank(
     return Rank(session, runtime, backend, reports)
 
 
-def form_command(rank: int = 0, world_size: int = 1, **changes: object) -> FormGroup:
+def form_command(
+    rank: int = 0, world_size: int = 1, *, kv_groups_count: int = 1, **changes: object
+) -> FormGroup:
     """A FormGroup of term 1, epoch 1 for tiny models."""
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "term": 1,
         "group_id": "g0",
         "epoch": 1,
         "rank": rank,
         "world_size": world_size,
         "deadline_s": 20.0,
-        "block_tokens": 4,
+        "block_tokens": BLOCK_TOKENS,
         "slots": 4,
         "chunk_tokens": 32,
         "context_tokens": 64,
         "kv_policy": "cover",
         "step_deadline_s": 10.0,
     }
-    return FormGroup(**(values | changes))
+    values |= changes
+    blocks = -(-values["context_tokens"] // values["block_tokens"])
+    wanted = {"blocks_wanted": values["slots"] * kv_groups_count * blocks}
+    return FormGroup(**(wanted | values))
 
 
 class ComputeGroup:
@@ -113,7 +121,10 @@ class ComputeGroup:
         """Forms the group; every rank must become ready."""
         size = len(self.ranks)
         meeting = Meeting(size)
-        commands = [form_command(rank, size, **changes) for rank in range(size)]
+        groups = len(self.ranks[0].session.kv_windows)
+        commands = [
+            form_command(rank, size, kv_groups_count=groups, **changes) for rank in range(size)
+        ]
         for rank in self.ranks:
             if isinstance(rank.runtime, ThreadRuntime):
                 rank.runtime.meeting = meeting
@@ -142,9 +153,18 @@ class ComputeGroup:
         return self.result(**fields).rows
 
     def result(self, **fields: object) -> StepResult:
-        """Sends the next step to every rank; returns the result of rank 0."""
+        """Sends the next step to every rank; returns the result of rank 0.
+
+        An uncached admission gets an empty table in every KV group of the model.
+        """
         self.step_id += 1
         step = Step(self.term, self.epoch, self.step_id, **fields)
+        empty = ((),) * len(self.ranks[0].session.kv_windows)
+        admissions = (
+            each if each.cached_count else replace(each, block_tables=empty)
+            for each in step.admissions
+        )
+        step = replace(step, admissions=tuple(admissions))
         run_ranks([lambda rank=rank: rank.session.handle(step) for rank in self.ranks])
         result = self.ranks[0].last
         assert isinstance(result, StepResult), result
@@ -159,31 +179,62 @@ class ComputeGroup:
         sampling: SlotSampling = GREEDY,
         first_block: int = 0,
     ) -> list[RowResult]:
-        """Prefill in chunks, then decode; the slot stays occupied."""
-        blocks = -(-(len(prompt_ids) + count) // 4)
-        first: dict[str, object] = {
-            "admissions": (admission(prompt_ids, slot=slot, sampling=sampling),),
-            "new_blocks": tuple((slot, first_block + block) for block in range(blocks)),
-        }
+        """Prefill in chunks, then decode; the slot stays occupied.
+
+        Blocks are taken from `first_block` on as they are needed, and again once they are dropped.
+        """
+        tables = SlotBlocks(slot, self.ranks[0].session.kv_windows, first_block)
+        first = {"admissions": (admission(prompt_ids, slot=slot, sampling=sampling),)}
         results: list[RowResult] = []
-        for start in range(0, len(prompt_ids), chunk):
-            tokens = min(chunk, len(prompt_ids) - start)
-            sampled = start + tokens == len(prompt_ids)
-            results += self.step(**first, rows=(StepRow(slot, tokens, sampled),))
-            first = {}
+        start = 0
         while len(results) < count:
-            results += self.step(rows=(StepRow(slot, 1, True),))
+            tokens = min(chunk, len(prompt_ids) - start) if start < len(prompt_ids) else 1
+            row = StepRow(slot, tokens, start + tokens >= len(prompt_ids))
+            results += self.step(**first, **tables.fields(start, start + tokens), rows=(row,))
+            first, start = {}, start + tokens
         return results
 
 
+class SlotBlocks:
+    """The block tables of a slot, of every KV group; what is behind a window is dropped at once.
+
+    A dropped block is the next to be given out.
+    """
+
+    def __init__(self, slot: int, windows: tuple[int, ...], first_block: int = 0) -> None:
+        self._slot = slot
+        self._windows = windows
+        self._idle: list[int] = []
+        self._fresh = itertools.count(first_block)
+        self._dropped = [0] * len(windows)
+        self.held: list[list[int]] = [[] for _ in windows]
+
+    def fields(self, start: int, stop: int) -> dict[str, object]:
+        """What a step that computes the tokens `start` .. `stop` - 1 says of blocks."""
+        drops, new_blocks = [], []
+        for kv_group, (window, held) in enumerate(zip(self._windows, self.held, strict=True)):
+            behind = max(0, start - window + 1) // BLOCK_TOKENS if window else 0
+            count = behind - self._dropped[kv_group]
+            if count > 0:
+                drops.append((self._slot, kv_group, count))
+                self._idle += held[:count]
+                del held[:count]
+                self._dropped[kv_group] = behind
+        for kv_group, held in enumerate(self.held):
+            while (self._dropped[kv_group] + len(held)) * BLOCK_TOKENS < stop:
+                held.append(self._idle.pop() if self._idle else next(self._fresh))
+                new_blocks.append((self._slot, kv_group, held[-1]))
+        return {"drops": tuple(drops), "new_blocks": tuple(new_blocks)}
+
+
 def admission(prompt_ids: list[int], slot: int = 0, **changes: object) -> Admission:
-    """An uncached admission that wants log-probabilities and logits."""
+    """An uncached admission to a model of one KV group that wants log-probabilities and logits."""
     values: dict[str, object] = {
         "slot": slot,
         "token_ids": tuple(prompt_ids),
         "output_start": len(prompt_ids),
         "cached_count": 0,
-        "block_ids": (),
+        "block_tables": ((),),
         "sampling": GREEDY,
         "wants": RowWants(logprobs=True, logits=True),
     }

@@ -56,13 +56,20 @@ def reference(prompt_ids, count: int) -> list[int]:
 class DrivenCore:
     """The core, what it said, and the chips that carry its steps out on demand."""
 
-    def __init__(self, config: SchedulingConfig, blocks: int = 64, decode_step_s: float = 0.0):
+    def __init__(
+        self,
+        config: SchedulingConfig,
+        blocks: int = 64,
+        decode_step_s: float = 0.0,
+        kv_windows: tuple[int, ...] = (0,),
+    ):
         self.config = config
         self.core = SchedulingCore(config)
         self.now = 100.0
         self.blocks = blocks
         self.incarnation = 1
         self.decode_step_s = decode_step_s
+        self.kv_windows = kv_windows
         self.effects: list[Effect] = []
         self.plans: list[StepPlan] = []
         self.outputs: dict[str, list[int]] = {}
@@ -116,12 +123,13 @@ class DrivenCore:
         return effects + self.handle(Tick())
 
     def attach(self, worker_id: str, incarnation: int = 1, **changes) -> list[FormGroup]:
+        changes = {"kv_windows": self.kv_windows} | changes
         effects = self.handle(WorkerAttached(worker_info(worker_id, incarnation, **changes)))
         return [effect for effect in effects if isinstance(effect, FormGroup)]
 
     def make_ready(self, form: FormGroup) -> list[Effect]:
         self._outstanding.pop(form.group_id, None)
-        self._chips[form.epoch] = FakeChip(self.blocks, form.block_tokens, 64)
+        self._chips[form.epoch] = FakeChip(self.blocks, form.block_tokens, 64, self.kv_windows)
         ready = WorkerReady(
             form.worker_id, form.incarnation, form.epoch, self.blocks, 1000.0, self.decode_step_s
         )

@@ -103,6 +103,7 @@ class FleetShape:
     hang_patience_s: float = 1.0
     """After its epoch ended, a process that hangs in it tells so and ends."""
     nonfinite_share: float = 0.0
+    kv_windows: tuple[int, ...] = (0,)
     rows_max: dict[str, int] = field(default_factory=dict)
     ailments: dict[str, Ailment] = field(default_factory=dict)
     """Of chips that are broken; whoever removes one mends the chip."""
@@ -150,6 +151,7 @@ class FakeFleet:
             vocabulary_size=1000,
             block_tokens_multiple=self.shape.multiples.get(worker_id, 1),
             rows_max=self.shape.rows_max.get(worker_id, 0),
+            kv_windows=self.shape.kv_windows,
             unavailable_reason="closed" if self._has(worker_id, Ailment.CLOSED) else None,
         )
         self._send(process, WorkerAttached(info))
@@ -273,7 +275,8 @@ class FakeFleet:
             return
         blocks_count = self.shape.blocks[process.worker_id]
         assert process.form.block_tokens % self.shape.block_tokens == 0
-        process.chip = FakeChip(blocks_count, process.form.block_tokens, process.form.slots)
+        form = process.form
+        process.chip = FakeChip(blocks_count, form.block_tokens, form.slots, self.shape.kv_windows)
         self._send(
             process,
             WorkerReady(

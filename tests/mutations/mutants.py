@@ -11,6 +11,8 @@ COLLECTIVES = "tests/backends/test_communicator.py"
 SHARED = "tests/backends/test_shared_memory.py"
 FUSION = "tests/backends/test_fusion.py"
 KERNELS = "tests/backends/test_kernels.py"
+ATTENTION = "tests/backends/test_attention.py"
+SIM = "tests/backends/test_sim.py"
 CHIP_MEMORY = "tests/chip_worker/test_chip_memory.py"
 PAIR = "tests/chip_worker/test_simulated_group.py::test_two_chips_draw_what_one_does"
 UNDER_LOAD = f"{POOL_TESTS}::test_moving_and_compacting_under_load_changes_no_output"
@@ -129,7 +131,7 @@ ORDER = (
     ),
     Mutant(
         "logits are put together before they have come",
-        "chip_worker/models/layers.py",
+        "chip_worker/models/vocabulary.py",
         "            work.wait_stream()",
         "            pass",
         PAIR,
@@ -154,8 +156,8 @@ KERNEL_RULES = (
     Mutant(
         "views are handed to kernels that misread them",
         "backends/sim/device.py",
-        "if tensor.is_contiguous() or not self._profile.contiguous_only.value:",
-        "if True:",
+        "return self.without_gaps(tensor) if self._profile.contiguous_only.value else tensor",
+        "return tensor",
         f"{KERNELS}::test_norms_of_views",
         backend="sim:adversarial",
     ),
@@ -172,7 +174,7 @@ KERNEL_RULES = (
         "backends/sim/attention.py",
         "for piece in pieces(count, device.driver.decode_rows_max if decodes else None):",
         "for piece in pieces(count, None):",
-        f"{KERNELS}::test_attention_over_written_keys",
+        f"{ATTENTION}::test_attention_over_written_keys",
         backend="sim:adversarial",
     ),
     Mutant(
@@ -186,9 +188,9 @@ KERNEL_RULES = (
     Mutant(
         "attention scales twice",
         "backends/sim/attention.py",
-        "alpha = scale * math.sqrt(query.shape[-1])",
-        "alpha = scale",
-        f"{KERNELS}::test_attention_over_written_keys",
+        "alpha = rule.scale * math.sqrt(query.shape[-1])",
+        "alpha = rule.scale",
+        f"{ATTENTION}::test_attention_over_written_keys",
         backend="sim",
     ),
     Mutant(
@@ -196,7 +198,7 @@ KERNEL_RULES = (
         "backends/sim/attention.py",
         "if heads.is_identity:",
         "if True:",
-        f"{KERNELS}::test_attention_with_any_map_of_heads",
+        f"{ATTENTION}::test_attention_with_any_map_of_heads",
         backend="sim",
     ),
     Mutant(
@@ -205,6 +207,104 @@ KERNEL_RULES = (
         "if support.rows_max is not None and requirement.rows > support.rows_max:",
         "if support.rows_max is not None and requirement.rows > 2 * support.rows_max:",
         "tests/backends/test_kernel_table.py",
+    ),
+    Mutant(
+        "an implementation is bound without a feature",
+        "backends/kernel_table.py",
+        "missing = [each for each in requirement.features if each not in support.features]",
+        "missing = []",
+        "tests/backends/test_kernel_table.py",
+    ),
+    Mutant(
+        "a formula is computed when it is asked for",
+        "backends/sim/fallback.py",
+        'run = partial(self._fill, output, "soft_cap", logits, cap)',
+        'run = partial(output.copy_, self._reference("soft_cap", logits, cap))',
+        f"{KERNELS}::test_soft_cap",
+        backend="sim",
+    ),
+    Mutant(
+        "a wrong write is right",
+        "backends/sim/driver.py",
+        "wrong=lambda: write(spoiled(k), spoiled(v)),",
+        "wrong=lambda: write(k, v),",
+        f"{SIM}::test_a_wrong_write_spoils_what_it_writes_and_nothing_else",
+        backend="sim",
+    ),
+)
+
+WINDOWS = (
+    Mutant(
+        "a window is one token short",
+        "backends/cpu/attention_plan.py",
+        "hidden |= gathered <= own - window",
+        "hidden |= gathered <= own - window + 1",
+        f"{ATTENTION}::test_attention_within_a_window",
+    ),
+    Mutant(
+        "a token behind the window is read",
+        "backends/cpu/attention_plan.py",
+        "seen_from = np.maximum(contexts - window + 1, 0) if window else np.zeros_like(contexts)",
+        "seen_from = np.maximum(contexts - window, 0) if window else np.zeros_like(contexts)",
+        f"{ATTENTION}::test_attention_within_a_window",
+    ),
+    Mutant(
+        "a table without its front is taken for a whole one",
+        "backends/cpu/attention_plan.py",
+        "table_starts = np.array(cache.table_starts, dtype=np.int64)",
+        "table_starts = np.zeros_like(contexts)",
+        f"{ATTENTION}::test_attention_within_a_window",
+    ),
+    Mutant(
+        "keys are written as if the table were whole",
+        POOL,
+        "first_places = context_starts - table_starts - query_starts[:-1]",
+        "first_places = context_starts - query_starts[:-1]",
+        f"{ATTENTION}::test_attention_within_a_window",
+    ),
+    Mutant(
+        "what lies in front of a window is multiplied by zero and not left out",
+        "backends/cpu/attention_plan.py",
+        "unseen |= places < spans.seen_from[:, None]",
+        "pass",
+        f"{ATTENTION}::test_attention_within_a_window",
+    ),
+    Mutant(
+        "scores are bounded before they are scaled",
+        "backends/cpu/attention.py",
+        "mul_(scale / soft_cap)",
+        "mul_(1.0 / soft_cap)",
+        f"{ATTENTION}::test_attention_with_bounded_scores",
+    ),
+    Mutant(
+        "an embedding's scale is rounded before its rows are",
+        "backends/cpu/kernels.py",
+        "found.float().mul_(scale).to(found.dtype)",
+        "found.mul(torch.tensor(scale, dtype=found.dtype))",
+        f"{KERNELS}::test_embedding_gives_zeros_for_rows_of_other_chips",
+    ),
+    Mutant(
+        "gelu is the exact one",
+        "backends/cpu/kernels.py",
+        'functional.gelu(gate, approximate="tanh")',
+        "functional.gelu(gate)",
+        f"{KERNELS}::test_gelu_mul",
+    ),
+    Mutant(
+        "the prefill kernel's window does not count the token itself",
+        "backends/sim/attention.py",
+        "swa_left=rule.window - 1,",
+        "swa_left=rule.window if rule.window else -1,",
+        f"{ATTENTION}::test_attention_within_a_window",
+        backend="sim:p800_shim",
+    ),
+    Mutant(
+        "the chip counts positions from the front that was given back",
+        "backends/sim/attention.py",
+        "contexts = tuple(map(operator.sub, cache.context_starts, cache.table_starts))",
+        "contexts = cache.context_starts",
+        f"{ATTENTION}::test_attention_within_a_window",
+        backend="sim",
     ),
 )
 
@@ -313,4 +413,4 @@ FUSED = (
     ),
 )
 
-MUTANTS = (*MEMORY, *ORDER, *KERNEL_RULES, *NATIVE, *FUSED)
+MUTANTS = (*MEMORY, *ORDER, *KERNEL_RULES, *WINDOWS, *NATIVE, *FUSED)

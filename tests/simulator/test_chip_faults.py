@@ -1,5 +1,7 @@
 """Faults of simulated chips: what the script says happens, and every later call knows."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -174,6 +176,17 @@ def test_a_wrong_operation_is_wrong_silently_once_or_always(new_chip):
             results.append(result)
         chip.synchronize()
         assert [int(result[0]) for result in results] == expected
+
+
+def test_a_wrong_operation_can_say_what_its_wrong_results_are(new_chip):
+    chip = new_chip(faults="wrong@write=2")
+    cache = chip.allocate_tensor((4,), torch.float32)
+    for place in range(2):
+        wrong = partial(cache[place].fill_, 7)
+        chip.launch("write", partial(cache[place].fill_, 5), reads=[cache], wrong=wrong)
+    chip.synchronize()
+    assert cache[:2].tolist() == [5, 7]
+    assert cache[2:].isnan().all()
 
 
 def test_a_large_batch_is_silently_wrong_where_the_profile_says_so(new_chip):

@@ -1,6 +1,7 @@
 """What a step says to a worker and what its result says back, through both sides' wire modules."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -40,15 +41,15 @@ EVERYTHING = Sampling(
 )
 
 
-def received(plan: StepPlan) -> batch.Step:
+def received(plan: StepPlan, kv_groups_count: int = 1) -> batch.Step:
     message = worker_pb2.AttachResponse.FromString(wire.encode_step(plan, TERM))
-    command = worker_wire.decode_command(message, 0)
+    command = worker_wire.decode_command(message, 0, kv_groups_count)
     assert isinstance(command, batch.Step)
     return command
 
 
 def admission(sampling: Sampling, **wants) -> Admission:
-    return Admission(2, (5, 6, 7), 3, 0, (), sampling, **wants)
+    return Admission(2, (5, 6, 7), 3, 0, ((),), sampling, **wants)
 
 
 def admitted(sampling: Sampling, **wants) -> batch.Admission:
@@ -98,6 +99,45 @@ def test_a_worker_reads_what_is_wanted(wants) -> None:
         prompt_top_tokens=wants.get("prompt_top_tokens"),
         logits=wants.get("wants_logits", False),
     )
+
+
+def test_a_worker_reads_the_blocks_of_every_kv_group() -> None:
+    tables = ((4, 5, 6), (), (9,))
+    cached = replace(admission(Sampling(0.0, 1)), block_tables=tables)
+    drops, new_blocks = ((1, 2, 3), (4, 1, 1)), ((1, 0, 7), (1, 2, 8), (4, 1, 3))
+    plan = StepPlan("g0", 3, 1, admissions=(cached,), drops=drops, new_blocks=new_blocks)
+    step = received(plan, kv_groups_count=3)
+    assert step.admissions[0].block_tables == tables
+    assert step.drops == drops
+    assert step.new_blocks == new_blocks
+
+
+def test_a_model_without_windows_costs_no_byte_for_kv_groups() -> None:
+    cached = replace(admission(Sampling(0.0, 1)), block_tables=((4, 5),))
+    plan = StepPlan("g0", 3, 1, admissions=(cached,), new_blocks=((1, 0, 7), (2, 0, 8)))
+    step = worker_pb2.AttachResponse.FromString(wire.encode_step(plan, TERM)).step
+    assert not step.block_kv_group
+    assert not step.admissions[0].block_kv_group
+    assert received(plan).new_blocks == plan.new_blocks
+
+
+def hello(kv_windows: list[int]) -> worker_pb2.Hello:
+    model = worker_pb2.ModelFingerprint(digest="d", kv_window=kv_windows)
+    return worker_pb2.Hello(
+        worker_id="chip0", incarnation=1, protocol_version=wire.PROTOCOL_VERSION, model=model
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "known"), [([], (0,)), ([0], (0,)), ([0, 512, 512], (0, 512, 512)), ([7], (7,))]
+)
+def test_a_worker_tells_the_windows_of_its_model(sent, known) -> None:
+    assert wire.decode_hello(hello(sent)).kv_windows == known
+
+
+def test_more_kv_groups_than_a_model_can_have_break_the_protocol() -> None:
+    with pytest.raises(ProtocolError, match=r"names 257 KV groups in kv_window; give at most 256"):
+        wire.decode_hello(hello([8] * 257))
 
 
 @pytest.mark.parametrize("vocabulary_tokens", [0, 49152])

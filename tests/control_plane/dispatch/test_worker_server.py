@@ -196,7 +196,7 @@ async def test_a_group_forms_and_computes(plane):
     )
     await second.send(ready=ready)
     assert (await plane.wait_for_event(WorkerReady)).blocks == 64
-    plan = StepPlan("g0", 1, 1, new_blocks=((3, 9),), rows=(StepRow(3, 5, True),), digest=7)
+    plan = StepPlan("g0", 1, 1, new_blocks=((3, 0, 9),), rows=(StepRow(3, 5, True),), digest=7)
     plane.dispatcher.carry_out(SendStep(("chip0", "chip1"), plan))
     steps = [(await worker.read()).step for worker in (first, second)]
     assert steps[0] == steps[1]
@@ -265,6 +265,36 @@ async def test_a_dropped_worker_learns_that_it_must_not_return(plane):
     assert (code, details) == (grpc.StatusCode.ABORTED, "silent for 4 s")
     assert (await plane.wait_for_event(WorkerLost)).kind is LossKind.STREAM
     assert not await worker.heartbeat(TERM)
+
+
+class SlowContext:
+    """A call of which a message takes its time; gRPC takes no status until it is through."""
+
+    def __init__(self):
+        self.writing = asyncio.Event()
+        self.said = []
+
+    async def write(self, _message):
+        self.writing.set()
+        await asyncio.sleep(0.05)
+        self.said.append("message")
+
+    async def read(self):
+        await asyncio.Event().wait()
+
+    async def abort(self, status, _details):
+        self.said.append(status)
+
+
+async def test_a_status_waits_for_the_message_on_its_way():
+    context = SlowContext()
+    stream = StepStream(worker_info("chip0"), TERM, lambda _event: None, DispatchCounters())
+    stream.send(b"a step")
+    running = asyncio.ensure_future(stream.run(context))
+    await context.writing.wait()
+    stream.close(grpc.StatusCode.ABORTED, "dropped")
+    await asyncio.wait_for(running, 5.0)
+    assert context.said == ["message", grpc.StatusCode.ABORTED]
 
 
 async def test_heartbeats_count_only_for_the_process_and_term_that_attached(plane):

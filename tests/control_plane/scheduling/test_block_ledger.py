@@ -28,6 +28,35 @@ def test_a_block_that_is_not_indexed_becomes_free_at_once() -> None:
     assert ledger.counts() == BlockCounts(1, 0, 0, 1)
 
 
+def test_whoever_gives_up_a_shared_windowed_block_can_take_another() -> None:
+    ledger = BlockLedger(3)
+    shared = ledger.allocate(windowed=True)
+    ledger.mark_indexed(shared)
+    ledger.reference(shared)
+    ledger.reference(shared)
+    assert ledger.counts() == BlockCounts(2, 0, 1, 3)
+    assert ledger.available_count == 0, "three hold it: two may give it up and take another"
+    ledger.check_integrity([shared] * 3, {shared})
+    assert ledger.returns(shared) == 1
+    ledger.release(shared)
+    ledger.release(shared)
+    assert ledger.available_count == 2
+    ledger.release(shared)
+    assert ledger.counts() == BlockCounts(2, 1, 0, 3)
+    assert ledger.available_count == 3
+
+
+def test_a_shared_block_without_a_window_returns_with_its_last_reference() -> None:
+    ledger = BlockLedger(2)
+    block_id = ledger.allocate()
+    ledger.mark_indexed(block_id)
+    ledger.reference(block_id)
+    assert ledger.available_count == 1
+    assert ledger.returns(block_id) == 0
+    ledger.release(block_id)
+    assert ledger.returns(block_id) == 1
+
+
 def test_misuse_is_refused() -> None:
     ledger = BlockLedger(2)
     block_id = ledger.allocate()

@@ -26,7 +26,8 @@ from control_plane.scheduling.messages import (
 from tests.fakes.driven_core import DrivenCore, reference
 
 ROUNDS_COUNT = 300
-BLOCKS_COUNT = 14
+BLOCKS_COUNTS = {(0,): 14, (0, 6): 20, (0, 0, 9): 30, (5,): 10}
+"""By the windows of the KV groups."""
 STEPS_MAX = 400
 
 
@@ -69,7 +70,9 @@ class Round:
             prefix_cache=random.random() < 0.8,
             digest_interval_steps=1,
         )
-        self.core = DrivenCore(config, BLOCKS_COUNT).serve()
+        windows = random.choice([(0,), *BLOCKS_COUNTS])
+        self.blocks_count = BLOCKS_COUNTS[windows]
+        self.core = DrivenCore(config, self.blocks_count, kv_windows=windows).serve()
         self.forming: list[Effect] = []
         self.prompts: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
@@ -144,10 +147,11 @@ class Round:
         (group,) = snapshot.groups
         assert group.blocks.free + group.blocks.cached == group.blocks.total
         assert len(self.core.core._serving.load) == 0
-        assert not self.core.last_chip().slots, "the workers' tables are empty"
+        if self.core.plans[-1].epoch == group.epoch:  # Else nothing was left to be computed.
+            assert not self.core.last_chip().slots, "the workers' tables are empty"
         self.core.handle(FlushCache())
         (group,) = self.core.core.snapshot(self.core.now).groups
-        assert group.blocks.free == BLOCKS_COUNT
+        assert group.blocks.free == self.blocks_count
 
 
 def test_a_cancel_ends_a_request_once_in_every_state(only_seed) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.config import SchedulingConfig
-from control_plane.scheduling.chip_groups import GROUP_FEWER_CHIPS, GROUP_ROWS_CLAMPED
+from control_plane.scheduling.group_epochs import GROUP_FEWER_CHIPS, GROUP_ROWS_CLAMPED
 from control_plane.scheduling.messages import (
     Condemn,
     DropWorker,

@@ -12,8 +12,9 @@ import pytest
 
 from control_plane.config import POLICIES, SchedulingConfig
 from control_plane.request import Request, Sampling
-from control_plane.scheduling.chip_groups import GROUP_FEWER_CHIPS
 from control_plane.scheduling.core import CONTROL_PLANE_STALLED, SchedulingCore
+from control_plane.scheduling.group_epochs import GROUP_FEWER_CHIPS
+from control_plane.scheduling.kv_groups import KVGroups
 from control_plane.scheduling.messages import (
     Accepted,
     CacheFlushed,
@@ -22,6 +23,7 @@ from control_plane.scheduling.messages import (
     Event,
     Failed,
     FlushCache,
+    Heartbeat,
     Log,
     LossKind,
     ServingChanged,
@@ -33,6 +35,8 @@ from tests.fakes.fake_chip import next_token
 from tests.fakes.fake_fleet import Ailment, FakeFleet, FleetShape, VirtualClock
 from tests.fakes.fake_intake import FakeIntake
 
+KV_WINDOWS = [(0,), (0, 40), (0,), (24,), (0,), (0, 32, 32), (0,), (0, 5, 9), (0,), (0, 0, 7), (3,)]
+"""Of the KV groups, by seed: windows longer and shorter than chunks, blocks and requests."""
 SEEDS_COUNT = 1_000
 SEEDS_COUNT_LONG = 10_000
 EVENTS_MAX = 50_000
@@ -93,13 +97,15 @@ class Scenario:
         block_tokens = random.choice([2, 4])
         context_tokens = random.choice([40, 64])
         names = [f"chip{k}" for k in range(sum(sizes))]
-        fewest = context_tokens // block_tokens // (2 if self.tiny else 1)
-        most = fewest + (4 if self.tiny else 16)
+        chunk_tokens = random.choice([3, 8, 64])
+        kv = KVGroups(KV_WINDOWS[seed % len(KV_WINDOWS)], block_tokens, chunk_tokens)
+        fewest = kv.cost(context_tokens // 2 if self.tiny else context_tokens)
+        most = fewest + (4 if self.tiny else 16) * len(kv.windows)
         multiples = {name: 2 for name in names if random.random() < 0.1}
         self.config = SchedulingConfig(
             group_sizes=sizes,
             block_tokens=block_tokens,
-            chunk_tokens=random.choice([3, 8, 64]),
+            chunk_tokens=chunk_tokens,
             running_max=random.choice([1, 4, 8, 8]),
             policy=random.choice(POLICIES),
             prefix_cache=random.random() < 0.85,
@@ -122,6 +128,7 @@ class Scenario:
             block_tokens=block_tokens,
             slots_count=self.config.running_max,
             context_tokens=context_tokens,
+            kv_windows=kv.windows,
             nonfinite_share=0.01 if random.random() < 0.1 else 0.0,
             rows_max={name: 2 for name in names if random.random() < 0.1},
             ailments={
@@ -150,7 +157,8 @@ class Scenario:
             known = event.request_id in self.core._requests
             assert known or self.intake.conversations[event.request_id].error
         effects = self.core.handle(event, self.clock.now)
-        self.core.check_integrity()
+        if effects or not isinstance(event, Heartbeat):
+            self.core.check_integrity()
         self._check_victims(retracted_before)
         for effect in effects:
             match effect:

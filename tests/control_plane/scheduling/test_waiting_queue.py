@@ -15,7 +15,7 @@ SEEDS_COUNT = 40
 
 def waiting(arrival: int, tokens: int = 10, *, priority: int = 0, at: float = 0.0) -> LiveRequest:
     request = make_request(f"r{arrival}", range(tokens), priority=priority)
-    return LiveRequest(request, arrival, at, 8, list(request.prompt_ids))
+    return LiveRequest(request, arrival, at, 8, list(request.prompt_ids), uses_cache=True)
 
 
 def queue_of(policy: str, lives: list[LiveRequest]) -> WaitingQueue:
