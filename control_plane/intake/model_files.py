@@ -18,8 +18,26 @@ GGUF_SPECIAL_KEYS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-BOS_BY_DEFAULT = ("llama-bpe",)
-"""Pre-tokenizers whose models begin with the start token unless the file says otherwise."""
+SENTENCEPIECE = "llama"
+BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Pre-tokenizers whose models begin with the start token unless the file says otherwise, as in
+llama.cpp; a tokenizer model of the SentencePiece style always does."""
+
+MAKERS_END_TOKENS = {
+    "gemma3": ("<end_of_turn>",),
+    "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "qwen2": ("<|im_end|>", "<|endoftext|>"),
+    "qwen3": ("<|im_end|>", "<|endoftext|>"),
+}
+"""By architecture: control tokens that the makers' generation_config.json lets end an answer. GGUF
+has no key for a list of them, so a file may name one only."""
+
+GEMMA_3 = {"vocab_size": 262208, "max_position_embeddings": 131072}
+CONFIG_DEFAULTS = {"gemma3": GEMMA_3, "gemma3_text": GEMMA_3}
+"""By model_type: what config.json may leave out, being what transformers' configuration class has
+anyway (Gemma3TextConfig)."""
+
+CONTROL_TOKEN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +49,23 @@ class TokenizerJson:
 
 @dataclass(frozen=True, slots=True)
 class GgufVocabulary:
-    """A tokenizer as GGUF metadata holds it; token_types are GGUF's (3 control, 4 user-defined)."""
+    """A tokenizer as GGUF metadata holds it; token_types are GGUF's, [] if it has none.
+
+    merges: of byte-level models. scores, unknown_id, add_space_prefix: of the SentencePiece style.
+    """
 
     model: str
     pre: str
     tokens: list[str]
     token_types: list[int]
     merges: list[str]
+    scores: list[float]
     bos_id: int | None
+    eos_id: int | None
+    unknown_id: int | None
     add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
 
 
 TokenizerSource = TokenizerJson | GgufVocabulary
@@ -82,6 +108,27 @@ class ModelFiles:
 def _from_gguf(path: Path) -> ModelFiles:
     fields = read_gguf_metadata(path)
     architecture = _gguf(fields, path, "general.architecture", str)
+    context_tokens = _gguf(fields, path, f"{architecture}.context_length", int)
+    vocabulary, ids = _gguf_vocabulary(fields, path)
+    tokens = vocabulary.tokens
+    template = fields.get("tokenizer.chat_template")
+    return ModelFiles(
+        path=path,
+        name=path.stem,
+        architecture=architecture,
+        context_tokens=context_tokens,
+        vocabulary_size=_gguf(fields, path, f"{architecture}.vocab_size", int, len(tokens)),
+        end_token_ids=_gguf_end_token_ids(vocabulary, ids, architecture),
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={
+            name: tokens[ids[key]] for name, key in GGUF_SPECIAL_KEYS.items() if key in ids
+        },
+        tokenizer=vocabulary,
+    )
+
+
+def _gguf_vocabulary(fields: dict[str, Value], path: Path) -> tuple[GgufVocabulary, dict[str, int]]:
+    """The tokenizer, and the ids of its special tokens by their metadata keys."""
     tokens = _gguf(fields, path, "tokenizer.ggml.tokens", list)
     ids = {
         key: value
@@ -89,29 +136,35 @@ def _from_gguf(path: Path) -> ModelFiles:
         if isinstance(value := fields.get(f"tokenizer.ggml.{key}"), int)
         and 0 <= value < len(tokens)
     }
-    pre = str(fields.get("tokenizer.ggml.pre", ""))
-    template = fields.get("tokenizer.chat_template")
-    return ModelFiles(
-        path=path,
-        name=path.stem,
-        architecture=architecture,
-        context_tokens=_gguf(fields, path, f"{architecture}.context_length", int),
-        vocabulary_size=_gguf(fields, path, f"{architecture}.vocab_size", int, len(tokens)),
-        end_token_ids=tuple(sorted({ids[key] for key in GGUF_END_KEYS if key in ids})),
-        chat_template=template if isinstance(template, str) else None,
-        special_tokens={
-            name: tokens[ids[key]] for name, key in GGUF_SPECIAL_KEYS.items() if key in ids
-        },
-        tokenizer=GgufVocabulary(
-            model=_gguf(fields, path, "tokenizer.ggml.model", str),
-            pre=pre,
-            tokens=tokens,
-            token_types=_gguf(fields, path, "tokenizer.ggml.token_type", list, [1] * len(tokens)),
-            merges=_gguf(fields, path, "tokenizer.ggml.merges", list, []),
-            bos_id=ids.get("bos_token_id"),
-            add_bos=bool(fields.get("tokenizer.ggml.add_bos_token", pre in BOS_BY_DEFAULT)),
+    model = _gguf(fields, path, "tokenizer.ggml.model", str)
+    pre = _gguf(fields, path, "tokenizer.ggml.pre", str, "")
+    begins = model == SENTENCEPIECE or pre in BOS_BY_DEFAULT
+    vocabulary = GgufVocabulary(
+        model=model,
+        pre=pre,
+        tokens=tokens,
+        token_types=_gguf(fields, path, "tokenizer.ggml.token_type", list, []),
+        merges=_gguf(fields, path, "tokenizer.ggml.merges", list, []),
+        scores=_gguf(fields, path, "tokenizer.ggml.scores", list, []),
+        bos_id=ids.get("bos_token_id"),
+        eos_id=ids.get("eos_token_id"),
+        unknown_id=ids.get("unknown_token_id"),
+        add_bos=_gguf(fields, path, "tokenizer.ggml.add_bos_token", bool, begins),
+        add_eos=_gguf(fields, path, "tokenizer.ggml.add_eos_token", bool, False),
+        add_space_prefix=_gguf(
+            fields, path, "tokenizer.ggml.add_space_prefix", bool, model == SENTENCEPIECE
         ),
     )
+    return vocabulary, ids
+
+
+def _gguf_end_token_ids(
+    vocabulary: GgufVocabulary, ids: dict[str, int], architecture: str
+) -> tuple[int, ...]:
+    known = MAKERS_END_TOKENS.get(architecture, ())
+    typed = enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=False))
+    makers = {index for index, (text, kind) in typed if kind == CONTROL_TOKEN and text in known}
+    return tuple(sorted(makers | {ids[key] for key in GGUF_END_KEYS if key in ids}))
 
 
 def _gguf(
@@ -135,6 +188,8 @@ def _from_directory(path: Path) -> ModelFiles:
     nested = config.get("text_config")  # of models that see as well as read
     text_config = nested if isinstance(nested, dict) else config
     where = f"model file {path / 'config.json'}: field"
+    architecture = _checked(text_config.get("model_type"), str, f"{where} model_type")
+    text_config = CONFIG_DEFAULTS.get(architecture, {}) | text_config
     tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
     tokenizer_path = path / "tokenizer.json"
     if not tokenizer_path.is_file():
@@ -150,7 +205,7 @@ def _from_directory(path: Path) -> ModelFiles:
     return ModelFiles(
         path=path,
         name=path.resolve().name,
-        architecture=_checked(text_config.get("model_type"), str, f"{where} model_type"),
+        architecture=architecture,
         context_tokens=_checked(
             text_config.get("max_position_embeddings"), int, f"{where} max_position_embeddings"
         ),

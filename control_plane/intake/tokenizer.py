@@ -25,14 +25,19 @@ class Tokenizer:
         """Raises ConfigurationError naming the model and the part of it that is not supported."""
         if isinstance(source, TokenizerJson):
             self._library = _from_json(source)
-            self._bos_id = None
+            self._first_ids: tuple[int, ...] = ()
+            self._last_ids: tuple[int, ...] = ()
         else:
             self._library = library_from_gguf(source, name)
-            self._bos_id = source.bos_id if source.add_bos else None
+            self._first_ids = _added("bos", source.bos_id, name) if source.add_bos else ()
+            self._last_ids = _added("eos", source.eos_id, name) if source.add_eos else ()
         added = self._library.get_added_tokens_decoder()
         self._special_ids = {
             token.content: index for index, token in added.items() if token.special
         }
+        around_nothing = (*self._first_ids, *self._library.encode("").ids)
+        special = (each for each in around_nothing if each in self._special_ids.values())
+        self._start_id = next(special, None)
         self._table = TokenTable.of(self._library, name)
         self.size = len(self._table.token_bytes)
         self.strips_first_space = self._table.strips_first_space
@@ -43,7 +48,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool) -> tuple[int, ...]:
         """Token ids of the text; names of special tokens in it become these tokens.
 
-        add_special: put the model's start token first, unless the text begins with it already.
+        add_special: put the model's start token first, unless the text begins with it already, and
+        its end token last, where the file asks for one.
         Raises UnicodeEncodeError if the text has a lone surrogate.
         """
         text.encode()
@@ -51,11 +57,10 @@ class Tokenizer:
         # character offsets.
         (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special)
         ids = tuple(encoding.ids)
-        if add_special and self._bos_id is not None:
-            ids = (self._bos_id, *ids)
-        if add_special and len(ids) > 1 and ids[0] == ids[1] and self._is_special(ids[0]):
-            return ids[1:]
-        return ids
+        if not add_special:
+            return ids
+        ids = (*self._first_ids, *ids, *self._last_ids)
+        return ids[1:] if ids[:2] == (self._start_id, self._start_id) else ids
 
     def tokens_min(self, text: bytes) -> int:
         """Least tokens the text can have, from its size alone; 0 if nothing is known."""
@@ -83,8 +88,16 @@ class Tokenizer:
         """Id of the special token written like this, or None."""
         return self._special_ids.get(text)
 
-    def _is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids.values()
+
+def _added(kind: str, token_id: int | None, name: str) -> tuple[int, ...]:
+    """The start ("bos") or end ("eos") token that goes round every prompt."""
+    if token_id is None:
+        raise ConfigurationError(
+            f"model {name}: every prompt is to have a token that the file does not name: "
+            f"tokenizer.ggml.{kind}_token_id is missing or no id; write it, or set "
+            f"tokenizer.ggml.add_{kind}_token to false"
+        )
+    return (token_id,)
 
 
 def _from_json(source: TokenizerJson) -> LibraryTokenizer:

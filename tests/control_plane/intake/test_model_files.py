@@ -141,6 +141,61 @@ def test_gguf_end_tokens_and_bos(tmp_path):
     assert model.vocabulary_size == 4
 
 
+@pytest.mark.parametrize(
+    ("architecture", "ends"),
+    [
+        ("gemma3", {"<eos>", "<end_of_turn>"}),
+        ("qwen2", {"<eos>", "<|im_end|>", "<|endoftext|>"}),
+        ("qwen3", {"<eos>", "<|im_end|>", "<|endoftext|>"}),
+        ("llama", {"<eos>", "<|eot_id|>"}),
+        ("other", {"<eos>"}),
+    ],
+)
+def test_gguf_end_tokens_that_only_the_makers_tell(tmp_path, architecture, ends):
+    path = tmp_path / "small.gguf"
+    tokens = ["a", "<eos>", "<end_of_turn>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*tokens, "<|eom_id|>"])
+    writer.add_token_types([1] + [3] * 6 + [1])
+    writer.add_eos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert {tokens[each] for each in ModelFiles.load(path).end_token_ids} == ends
+
+
+def test_gguf_sentencepiece_defaults_and_what_the_file_says(tmp_path):
+    def vocabulary(**flags) -> GgufVocabulary:
+        path = tmp_path / "small.gguf"
+        writer = gguf.GGUFWriter(path, "gemma3")
+        writer.add_context_length(64)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", "a"])
+        writer.add_token_scores([0.0, 0.0, 0.0, -1.5])
+        writer.add_token_types([2, 3, 3, 1])
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        for name, flag in flags.items():
+            writer.add_bool(f"tokenizer.ggml.{name}", flag)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        source = ModelFiles.load(path).tokenizer
+        assert isinstance(source, GgufVocabulary)
+        return source
+
+    plain = vocabulary()
+    assert (plain.add_bos, plain.add_eos, plain.add_space_prefix) == (True, False, True)
+    assert (plain.bos_id, plain.eos_id, plain.unknown_id) == (1, 2, 0)
+    assert plain.scores == [0.0, 0.0, 0.0, -1.5]
+    told = vocabulary(add_bos_token=False, add_eos_token=True, add_space_prefix=False)
+    assert (told.add_bos, told.add_eos, told.add_space_prefix) == (False, True, False)
+
+
 def test_missing_metadata_key_is_named(tmp_path):
     path = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -169,6 +224,22 @@ def test_directory(tiny_model):
     assert tiny_model.architecture == "llama"
     assert (tiny_model.context_tokens, tiny_model.vocabulary_size) == (256, 300)
     assert tiny_model.end_token_ids == (257, 258)
+
+
+def test_what_gemma_leaves_out_of_its_config(directory):
+    """Google's files of models that also see: the sizes are those of transformers' class."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560}
+    written = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    (directory / "config.json").write_text(json.dumps(written))
+    (directory / "generation_config.json").unlink()
+    (directory / "tokenizer_config.json").unlink()
+    model = ModelFiles.load(directory)
+    assert (model.architecture, model.context_tokens) == ("gemma3_text", 131072)
+    assert model.vocabulary_size == 262208
+    assert model.end_token_ids == (1, 106)
+    text["max_position_embeddings"] = 32768
+    (directory / "config.json").write_text(json.dumps(written))
+    assert ModelFiles.load(directory).context_tokens == 32768
 
 
 def test_end_tokens_of_config_and_tokenizer_join(directory):

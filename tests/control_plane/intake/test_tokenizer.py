@@ -119,10 +119,21 @@ def vocabulary(pre: str, *words: str, **changes) -> GgufVocabulary:
                 merges.append(f"{spelled[: end - 1]} {spelled[end - 1]}")
     types = [1] * len(tokens)
     tokens += ["<s>", "<think now>"]
-    return replace(
-        GgufVocabulary("gpt2", pre, tokens, [*types, 3, 4], merges, len(tokens) - 2, False),
-        **changes,
+    plain = GgufVocabulary(
+        model="gpt2",
+        pre=pre,
+        tokens=tokens,
+        token_types=[*types, 3, 4],
+        merges=merges,
+        scores=[],
+        bos_id=len(tokens) - 2,
+        eos_id=len(tokens) - 2,
+        unknown_id=None,
+        add_bos=False,
+        add_eos=False,
+        add_space_prefix=False,
     )
+    return replace(plain, **changes)
 
 
 def pieces_of(pre: str, text: str, *words: str) -> list[str]:
@@ -135,9 +146,12 @@ def pieces_of(pre: str, text: str, *words: str) -> list[str]:
     ("pre", "expected"),
     [
         ("gpt-2", ["1234", "5"]),
+        ("default", ["123", "4", "5"]),
         ("smollm", ["1", "2", "3", "4", "5"]),
         ("llama-bpe", ["123", "4", "5"]),
+        ("llama3", ["123", "4", "5"]),
         ("qwen2", ["1", "2", "3", "4", "5"]),
+        ("tekken", ["1", "2", "3", "4", "5"]),
     ],
 )
 def test_digits_are_grouped_as_the_pre_tokenizer_says(pre, expected):
@@ -149,6 +163,12 @@ def test_pre_tokenizers_differ_in_contractions_and_newlines():
     assert pieces_of("llama-bpe", "I'LL", "'LL") == ["I", "'LL"]
     assert pieces_of("qwen2", ".\n", ".\n") == [".\n"]
     assert pieces_of("gpt-2", ".\n", ".\n") == [".", "\n"]
+    # Tekken parts words where small letters turn into capitals, and keeps marks with letters.
+    assert pieces_of("tekken", "aBc", "aBc") == ["a", "B", "c"]
+    assert pieces_of("tekken", "AbC", "Ab") == ["Ab", "C"]
+    assert pieces_of("tekken", "e\u0301", "e\u0301") == ["e\u0301"]
+    assert pieces_of("llama-bpe", "aBc", "aBc") == ["aBc"]
+    assert pieces_of("default", "a=b", "=b") == ["a", "=", "b"]
     # Only qwen2 composes characters first.
     assert pieces_of("qwen2", "e\u0301", "é") == ["é"]
     assert pieces_of("gpt-2", "e\u0301", "é")[0] == "e"
@@ -168,11 +188,27 @@ def test_the_start_token_comes_once():
     assert tokenizer.encode("a", add_special=False) == (97,)
 
 
+def test_the_end_token_comes_last_where_the_file_says_so():
+    tokenizer = Tokenizer(vocabulary("gpt-2", add_eos=True), "test")
+    assert tokenizer.encode("a", add_special=True) == (97, 256)
+    assert tokenizer.encode("a", add_special=False) == (97,)
+
+
+def test_a_word_that_is_a_token_needs_no_merges_with_llama_3_and_tekken():
+    for pre, expected in (("llama3", 1), ("tekken", 1), ("qwen2", 3)):
+        tokenizer = Tokenizer(vocabulary(pre, "abc", merges=[]), "test")
+        assert len(tokenizer.encode("abc", add_special=False)) == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
-        ({"pre": "tekken"}, "'tekken' is not supported; supported are gpt-2, smollm"),
+        ({"model": "bert"}, "tokenizer model 'bert' is not supported; supported are 'gpt2'"),
+        ({"pre": "gpt-4o"}, "'gpt-4o' is not supported; supported are gpt-2, default, smollm"),
+        ({"add_bos": True, "bos_id": None}, r"tokenizer\.ggml\.bos_token_id is missing"),
+        ({"add_eos": True, "eos_id": None}, r"tokenizer\.ggml\.add_eos_token to false"),
+        ({"model": "llama"}, "pre-tokenizer 'gpt-2' is not supported with tokenizer model 'llama'"),
+        ({"model": "llama", "pre": ""}, "has 258 entries, scores 0 and token_type 258"),
         ({"pre": ""}, r"tokenizer\.ggml\.pre is missing"),
         ({"merges": ["ab"]}, "'ab', not a pair"),
     ],
