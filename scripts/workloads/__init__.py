@@ -1,0 +1,1 @@
+"""One load for any OpenAI-style server: what `polychip bench workloads` sends, counts and shows."""
