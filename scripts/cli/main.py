@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": "scripts.cli.serve:serve",
     "chat": "scripts.cli.chat:chat",
     "status": "scripts.cli.status:status",
+    "health": "scripts.cli.health:health",
     "cache": "scripts.cli.cache:cache",
     "doctor": "scripts.cli.doctor:doctor",
     "bench": "scripts.cli.bench:bench",

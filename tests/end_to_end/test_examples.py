@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.end_to_end.cluster import ROOT, Cluster, Clusters
+from tests.end_to_end.cluster import ORDINARY, ROOT, Cluster, Clusters
 
-OPTIONS = ("--groups", "1", "--dtype", "float32", "--chunk-tokens", "512")
+OPTIONS = ORDINARY
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 DEADLINE_S = 180.0
 SHELLS = ("bash", "sh", "shell", "console")
@@ -30,8 +30,12 @@ NOT_RUN = {
     "polychip control-plane": "is one of the processes of a service",
     "scripts/setup": "installs packages",
     "scripts/check": "runs every test there is",
+    "scripts/cluster": "needs Docker; see test_compose_cluster.py",
+    "docker": "needs Docker",
+    "COMPOSE_PROFILES=tensor-parallel": "needs Docker",
     "python3 -m venv": "makes an environment",
     "pip install": "installs packages",
+    "polychip bench workloads": "measures for minutes; test_bench_of_a_service runs its short form",
     "kill": "ends a process that the reader picks",
     "polychip doctor --backend NAME": "names a backend of the reader's",
     "polychip doctor --backend abacus": "needs the package of the example",
