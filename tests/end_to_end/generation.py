@@ -105,7 +105,7 @@ class Client:
         deadline = time.monotonic() + deadline_s
         while any(group.state != "serving" for group in self.status().groups):
             assert time.monotonic() < deadline, f"not all groups serve:\n{self.status()}"
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def logits(self, ids: Sequence[int], group: str) -> list[float]:
         """Logits of the position after `ids`, computed by one group."""

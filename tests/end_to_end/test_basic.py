@@ -16,10 +16,10 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from protos import inference_pb2
-from tests.end_to_end.cluster import ROOT, Cluster, Clusters
+from tests.end_to_end.cluster import ORDINARY, ROOT, Cluster, Clusters
 from tests.end_to_end.generation import request_of
 
-OPTIONS = ("--groups", "1", "--dtype", "float32", "--chunk-tokens", "512")
+OPTIONS = ORDINARY
 CONTEXT = 8192
 REST_DEADLINE_S = 20.0
 IDLE_S = 10.0
@@ -254,6 +254,7 @@ def test_idling_costs_nothing(cluster: Cluster) -> None:
 
 
 @pytest.mark.end_to_end
+@pytest.mark.service
 def test_sigterm_lets_a_running_answer_finish(clusters: Clusters) -> None:
     clusters.close()
     with Cluster(*OPTIONS, "--drain-deadline", "120") as cluster:
@@ -283,6 +284,7 @@ def test_sigterm_lets_a_running_answer_finish(clusters: Clusters) -> None:
 
 
 @pytest.mark.end_to_end
+@pytest.mark.service
 def test_a_split_the_model_does_not_allow_ends_the_start(clusters: Clusters) -> None:
     clusters.close()
     ports = ["--http-port", "0", "--grpc-port", "0", "--worker-port", "0"]

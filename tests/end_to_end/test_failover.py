@@ -13,6 +13,8 @@ from tests.golden.cases import golden_cases
 
 STREAMS = 8
 BACK_DEADLINE_S = 90.0
+TWO_GROUPS = ("--groups", "1,1", "--dtype", "float32")
+ONE_OF_TWO = ("--groups", "2", "--dtype", "float32", "--chunk-tokens", "512")
 
 
 def worker_pids(client: Client) -> dict[str, int]:
@@ -40,8 +42,9 @@ def kill_in_mid_answer(client: Client, worker_id: str) -> None:
 
 
 @pytest.mark.end_to_end
+@pytest.mark.service(*TWO_GROUPS)
 def test_kill_any_worker(clusters: Clusters) -> None:
-    client = clusters.client("--groups", "1,1", "--dtype", "float32")
+    client = clusters.client(*TWO_GROUPS)
     for worker_id in ("chip0", "chip1"):
         kill_in_mid_answer(client, worker_id)
     answers = client.generate_all(
@@ -52,6 +55,7 @@ def test_kill_any_worker(clusters: Clusters) -> None:
 
 
 @pytest.mark.end_to_end
+@pytest.mark.service(*ONE_OF_TWO)
 def test_kill_a_rank_of_a_group(clusters: Clusters) -> None:
-    client = clusters.client("--groups", "2", "--dtype", "float32", "--chunk-tokens", "512")
+    client = clusters.client(*ONE_OF_TWO)
     kill_in_mid_answer(client, "chip1")

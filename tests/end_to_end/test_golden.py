@@ -7,11 +7,12 @@ prompt is computed, the answer is the reference's.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 
 import pytest
 
+from protos import inference_pb2
 from tests.end_to_end.cluster import Clusters
 from tests.end_to_end.generation import Client, Generation, request_of
 from tests.golden.cases import GoldenCase, golden_cases
@@ -42,30 +43,32 @@ class Combination:
         return (
             *("--groups", str(self.chips), "--dtype", "float32"),
             *("--chunk-tokens", str(self.chunk)),
-            *("--prefix-cache", "off" if self.cache == "off" else "on"),
+            *(("--prefix-cache", "off") if self.cache == "off" else ()),
         )
 
 
-# Ordered so that neighbours share a cluster.
+# What is not off is on the services of other tests where it can be: one and two chips, chunk 512.
 COVERING_SET = (
     Combination(1, 512, "cold", 0),
     Combination(1, 512, "warm", 15),
     Combination(1, 16, "off", 0),
-    Combination(2, 16, "cold", 15),
-    Combination(2, 16, "warm", 0),
-    Combination(2, 512, "off", 15),
-    Combination(3, 512, "cold", 0),
-    Combination(3, 512, "warm", 15),
-    Combination(3, 16, "off", 0),
+    Combination(2, 512, "cold", 15),
+    Combination(2, 512, "warm", 0),
+    Combination(2, 16, "off", 15),
+    Combination(3, 16, "cold", 0),
+    Combination(3, 16, "warm", 15),
+    Combination(3, 512, "off", 0),
 )
 
-PRODUCT = tuple(
-    Combination(chips, chunk, cache, company)
-    for chips, chunk, cache, company in sorted(
-        itertools.product(CHIPS, CHUNKS, CACHES, COMPANY),
-        key=lambda values: (values[0], values[1], values[2] == "off"),
-    )
-)
+PRODUCT = tuple(itertools.starmap(Combination, itertools.product(CHIPS, CHUNKS, CACHES, COMPANY)))
+
+
+def on_their_services(combinations: Iterable[Combination]) -> list[object]:
+    """Parameters that the tests' order knows the services of."""
+    return [
+        pytest.param(each, marks=pytest.mark.service(*each.options()), id=str(each))
+        for each in combinations
+    ]
 
 
 def test_covering_set_holds_every_pair() -> None:
@@ -77,7 +80,7 @@ def test_covering_set_holds_every_pair() -> None:
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("combination", COVERING_SET, ids=str)
+@pytest.mark.parametrize("combination", on_their_services(COVERING_SET))
 def test_every_case_once(
     combination: Combination, clusters: Clusters, record_property: Callable[[str, object], None]
 ) -> None:
@@ -91,7 +94,7 @@ def test_every_case_once(
 
 @pytest.mark.end_to_end
 @pytest.mark.long
-@pytest.mark.parametrize("combination", PRODUCT, ids=str)
+@pytest.mark.parametrize("combination", on_their_services(PRODUCT))
 def test_product_on_six_cases(
     combination: Combination, clusters: Clusters, record_property: Callable[[str, object], None]
 ) -> None:
@@ -110,8 +113,7 @@ def check_cases(cases: list[GoldenCase], combination: Combination, clusters: Clu
         for case in cases:
             client.generate(request_of(case.prompt_ids, 1))
     block = client.status().groups[0].block_tokens
-    for case in cases:
-        answer = run(case, combination.company, client)
+    for case, answer in zip(cases, run(cases, combination.company, client), strict=True):
         assert tuple(answer.prompt_ids) == case.prompt_ids, case.name
         assert tuple(answer.ids) == case.output_ids, case.name
         worst = max(
@@ -128,13 +130,19 @@ def check_cases(cases: list[GoldenCase], combination: Combination, clusters: Clu
     return largest
 
 
-def run(case: GoldenCase, company: int, client: Client) -> Generation:
-    """The case's answer, computed beside `company` other requests."""
-    prompt = case.prompt if case.chat and case.prompt is not None else case.prompt_ids
-    requests = [request_of(prompt, len(case.output_ids))]
-    others = [other for other in golden_cases() if other.name != case.name]
+def run(cases: list[GoldenCase], company: int, client: Client) -> list[Generation]:
+    """The cases' answers, each computed alone or beside `company` others, the cases among them."""
+    requests = [asked(case) for case in cases]
+    if not company:
+        return [client.generate(request) for request in requests]
+    others = [other for other in golden_cases() if other not in cases]
     requests += [
         request_of(other.prompt_ids[:100], 24 + number % 7)
-        for number, other in enumerate(others[:company])
+        for number, other in enumerate(others[: company + 1 - len(cases)])
     ]
-    return client.generate_all(requests)[0]
+    return client.generate_all(requests)[: len(cases)]
+
+
+def asked(case: GoldenCase) -> inference_pb2.GenerateRequest:
+    prompt = case.prompt if case.chat and case.prompt is not None else case.prompt_ids
+    return request_of(prompt, len(case.output_ids))

@@ -10,9 +10,11 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.cluster import Clusters
+from tests.end_to_end.cluster import ORDINARY, Clusters
 
-OPTIONS = ("--groups", "1", "--dtype", "float32", "--chunk-tokens", "512")
+OPTIONS = ORDINARY
+NARROW = (*OPTIONS, "--max-running", "1", "--max-queue", "1")
+"""One request is computed at a time, and one may wait."""
 KEY = "a-key-for-tests"
 BURST = 8
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -36,9 +38,8 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def narrow_url(clusters: Clusters, key_file: Path) -> str:
-    """A service that asks for a key, computes one request at a time and lets one wait."""
-    limits = ("--max-running", "1", "--max-queue", "1")
-    return clusters.cluster(*OPTIONS, *limits, "--api-key-file", str(key_file)).http
+    """A narrow service that asks for a key."""
+    return clusters.cluster(*NARROW, "--api-key-file", str(key_file)).http
 
 
 @contextmanager
@@ -224,6 +225,7 @@ def test_refusals_are_the_exceptions_users_catch(client: openai.OpenAI, stream: 
 
 
 @pytest.mark.end_to_end
+@pytest.mark.service(*NARROW)
 def test_a_key_is_asked_for(narrow_url: str) -> None:
     with connected(narrow_url, "wrong") as wrong:
         with pytest.raises(openai.AuthenticationError) as caught:
@@ -234,6 +236,7 @@ def test_a_key_is_asked_for(narrow_url: str) -> None:
 
 
 @pytest.mark.end_to_end
+@pytest.mark.service(*NARROW)
 def test_a_full_queue_says_when_to_come_back(narrow_url: str) -> None:
     def ask(client: openai.OpenAI) -> openai.RateLimitError | None:
         try:

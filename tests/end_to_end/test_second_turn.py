@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.end_to_end.cluster import Clusters
+from tests.end_to_end.cluster import ORDINARY, Clusters
 from tests.end_to_end.generation import Client, request_of
 
 BLOCK = 16
@@ -21,7 +21,7 @@ TURNS = [
     for offset in (-1, 0, 1)
     for ending in ("length", "stop")
 ]
-OPTIONS = ("--groups", "1", "--dtype", "float32", "--chunk-tokens")
+OPTIONS = ("--groups", "1", "--dtype", "float32", "--chunk-tokens", "16", "--prefix-cache", "off")
 
 
 def find_prompt(client: Client, length: int, rng: random.Random) -> tuple[list[int], list[int]]:
@@ -37,7 +37,7 @@ def find_prompt(client: Client, length: int, rng: random.Random) -> tuple[list[i
 @pytest.mark.end_to_end
 def test_second_turn_equals_cold(clusters: Clusters) -> None:
     rng = random.Random(7)
-    cold = clusters.client(*OPTIONS, "16", "--prefix-cache", "off")
+    cold = clusters.client(*OPTIONS)
     turns = []
     for total, ending in TURNS:
         prompt, output = find_prompt(cold, total - OUTPUT, rng)
@@ -47,7 +47,7 @@ def test_second_turn_equals_cold(clusters: Clusters) -> None:
         assert expected.usage.cached_tokens == 0
         turns.append((ending, prompt, output, second, expected.ids))
 
-    warm = clusters.client(*OPTIONS, "512", "--prefix-cache", "on")
+    warm = clusters.client(*ORDINARY)
     for ending, prompt, output, second, expected_ids in turns:
         warm.flush()
         if ending == "length":

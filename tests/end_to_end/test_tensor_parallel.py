@@ -10,6 +10,7 @@ from tests.golden.cases import golden_cases
 COSINE_MIN = 0.9999
 TOTAL_VARIATION_MAX = 1e-4
 GREEDY_TOKENS = 12
+OPTIONS = ("--groups", "1,2,3", "--dtype", "float32", "--debug-api")
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -26,7 +27,7 @@ def greedy(client: Client, prompt: tuple[int, ...], group: str) -> list[int]:
 
 @pytest.mark.end_to_end
 def test_one_chip_against_two_and_three(clusters: Clusters) -> None:
-    client = clusters.client("--groups", "1,2,3", "--dtype", "float32", "--debug-api")
+    client = clusters.client(*OPTIONS)
     for case in golden_cases()[::9]:
         one = np.array(client.logits(case.prompt_ids, "g0"), dtype=np.float64)
         for group in ("g1", "g2"):

@@ -13,21 +13,26 @@ REQUESTS = 16
 PROMPT = 60
 OUTPUT = 50
 RETRACTIONS_MAX = 5
+AT_EASE = 8
+"""Requests that fit, with their whole answers."""
+OPTIONS = ("--groups", "1", "--dtype", "float32", "--kv-blocks", str(BLOCKS))
 
 
 @pytest.mark.end_to_end
 def test_more_than_memory_holds(clusters: Clusters) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 40000) for _ in range(PROMPT)] for _ in range(REQUESTS)]
-    client = clusters.client("--groups", "1", "--dtype", "float32", "--kv-blocks", str(BLOCKS))
-    alone = []
-    for prompt in prompts:
+    client = clusters.client(*OPTIONS)
+    undisturbed = []
+    for first in range(0, REQUESTS, AT_EASE):
         client.flush()
-        alone.append(client.generate(request_of(prompt, OUTPUT)))
+        few = prompts[first : first + AT_EASE]
+        undisturbed += client.generate_all([request_of(prompt, OUTPUT) for prompt in few])
+    assert client.status().groups[0].retracted == 0, "so many were to fit"
     client.flush()
 
     together = client.generate_all([request_of(prompt, OUTPUT) for prompt in prompts])
-    for one, many in zip(alone, together, strict=True):
+    for one, many in zip(undisturbed, together, strict=True):
         assert many.ids == one.ids
         assert many.text == one.text
     retractions = [answer.usage.retractions for answer in together if answer.usage is not None]

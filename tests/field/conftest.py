@@ -31,6 +31,7 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 
 from tests.end_to_end.cluster import Clusters, add_cluster_logs, shared_clusters
+from tests.fakes.one_thread import one_thread as one_thread
 from tests.field.field_cluster import ClusterSpec, FieldCluster, FieldClusters
 
 ORDINARY_SHARE = 10
@@ -38,7 +39,7 @@ ORDINARY_SHARE = 10
 
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[Clusters]:
-    """Clusters by their options; at most one is alive."""
+    """Clusters by their options; at most one serves."""
     yield shared_clusters()
     shared_clusters().close()
 

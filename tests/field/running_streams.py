@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tests.field.answers import Answer, answer_of_messages, answer_of_stream
-from tests.field.field_cluster import CALL_DEADLINE_S, FieldCluster, check_equal
+from tests.field.field_cluster import CALL_DEADLINE_S, FieldCluster, Prompt, check_equal
 
 STREAM_PROMPTS = (
     "the quick brown fox",
@@ -67,24 +67,27 @@ def _keep_asking(
     watched: Watched,
 ) -> None:
     while not over.is_set():
-        ask = _ask_http if index % 2 else _ask_grpc
-        arrivals, answer = ask(cluster, prompt, len(oracle.ids))
+        protocol = "http-stream" if index % 2 else "grpc"
+        length = {"max_tokens": len(oracle.ids), "ignore_eos": True}
+        arrivals, answer = ask_watched(cluster, protocol, prompt, **length)
         check_equal(answer, oracle)
         watched.arrivals.append(arrivals)
 
 
-def _ask_http(cluster: FieldCluster, prompt: str, tokens_count: int) -> tuple[list[float], Answer]:
-    path, body = cluster.http_request(prompt, max_tokens=tokens_count, ignore_eos=True)
+def ask_watched(
+    cluster: FieldCluster, protocol: str, prompt: Prompt, **parameters: object
+) -> tuple[list[float], Answer]:
+    """When the pieces came, and the answer. protocol: http-stream or grpc; the rest as `ask`."""
+    arrivals: list[float] = []
+    if protocol == "grpc":
+        request = cluster.grpc_request(prompt, **parameters)
+        messages = cluster.client.inference.Generate(request, CALL_DEADLINE_S)
+        return arrivals, answer_of_messages(_noting(messages, arrivals))
+    assert protocol == "http-stream", protocol
+    path, body = cluster.http_request(prompt, **parameters)
     stream = cluster.stream(path, body | {"stream_options": {"include_usage": True}})
     assert stream.status == 200, stream.body
     return [moment for moment, _ in stream.events], answer_of_stream(stream)
-
-
-def _ask_grpc(cluster: FieldCluster, prompt: str, tokens_count: int) -> tuple[list[float], Answer]:
-    request = cluster.grpc_request(prompt, max_tokens=tokens_count, ignore_eos=True)
-    arrivals: list[float] = []
-    messages = cluster.client.inference.Generate(request, CALL_DEADLINE_S)
-    return arrivals, answer_of_messages(_noting(messages, arrivals))
 
 
 def _noting(pieces: Iterable[Piece], arrivals: list[float]) -> Iterator[Piece]:

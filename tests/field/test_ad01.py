@@ -30,7 +30,7 @@ from tests.field.field_cluster import (
 from tests.field.processes import control_plane_pid, memory_bytes
 from tests.field.scrape import scrape
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.quiet]
 
 REQUESTS = 1000
 PROMPT, TOKENS = "the quick brown fox", 60

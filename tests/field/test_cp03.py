@@ -84,6 +84,7 @@ class Stream:
 
 
 @pytest.mark.end_to_end
+@pytest.mark.quiet
 def test_streams_go_on_beside_a_long_prompt(field: FieldCluster) -> None:
     """Medians over the rounds: what else the machine does must not decide."""
     tokens, gaps, long_times, short_times = [], [], [], []

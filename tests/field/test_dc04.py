@@ -25,7 +25,7 @@ from tests.field.field_cluster import CHUNK, CONTEXT, RUNNING_MAX, FieldCluster
 from tests.field.processes import service_pids
 from tests.field.scrape import scrape
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.quiet]
 
 ROUNDS = 300
 STATES = ("queued", "prefilling", "decoding", "preempted", "finishing")

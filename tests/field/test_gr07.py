@@ -20,7 +20,7 @@ from tests.field.processes import control_plane_pid, memory_bytes
 from tests.field.scrape import scrape
 from tests.field.shared_specs import LARGE, LARGE_STALL_S, LARGE_TOPS
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.quiet]
 
 CLUSTER = LARGE
 CLIENTS = ("grpc",) * 16 + ("http-stream",) * 4

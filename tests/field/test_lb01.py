@@ -15,7 +15,7 @@ from tests.field.field_cluster import PROTOCOLS, FieldCluster
 from tests.field.scrape import scrape
 from tests.field.shared_specs import PAIR
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.quiet]
 
 CLUSTER = PAIR
 AT_ONCE = 8

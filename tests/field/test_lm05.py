@@ -21,7 +21,7 @@ from tests.field.answers import Refused, grpc_refusal, http_refusal
 from tests.field.field_cluster import CALL_DEADLINE_S, ClusterSpec, FieldCluster
 from tests.field.running_streams import Watched, running_streams
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.quiet]
 
 CONTEXT = 100_000
 """So large that a text of 600 kB has to be tokenized before anybody knows that it is too long."""

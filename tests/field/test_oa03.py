@@ -177,8 +177,11 @@ def test_a_body_over_the_limit_and_one_that_is_no_json(
 
 def test_a_full_queue_refuses_streams_before_they_begin(field: FieldCluster) -> None:
     """As many choices as may wait fit an empty queue only, and others wait already."""
-    busy: dict[str, Any] = {"n": QUEUE_MAX, "max_tokens": 100, "ignore_eos": True}
-    holder = open_call(field, "grpc", TEXT, **busy)
+    busy: dict[str, Any] = {"max_tokens": CONTEXT // 2, "ignore_eos": True}
+    holders = [open_call(field, "grpc", TEXT, n=QUEUE_MAX, **busy)]
+    wait_until(lambda: 0 < waiting_count(field) <= QUEUE_MAX // 2, "half the queue is free")
+    # Some wait all through what follows, on a slow machine too.
+    holders.append(open_call(field, "grpc", TEXT, n=QUEUE_MAX // 2, **busy))
     wait_until(lambda: waiting_count(field) > 0, "some wait")
     for path, body in (COMPLETION, CHAT):
         wanted = body | {"n": QUEUE_MAX}
@@ -188,7 +191,7 @@ def test_a_full_queue_refuses_streams_before_they_begin(field: FieldCluster) -> 
         )
         check_refused_alike(whole, streamed, 429)
         assert int(streamed.headers["retry-after"]) >= 1
-    assert leave_all([holder]) == [LEFT]
+    assert leave_all(holders) == [LEFT] * 2
 
 
 def test_grpc_refuses_before_any_message(field: FieldCluster) -> None:

@@ -29,6 +29,8 @@ launcher.control_plane_command = lambda settings, announce: [
     sys.executable, str(fakes / "control_plane_process.py"), str(folder), announce]
 launcher.worker_command = lambda settings, index, port: [
     sys.executable, str(fakes / "worker_process.py"), str(folder), f"chip{index}"]
+if (folder / "hurried").exists():
+    launcher.PAUSE_S_MIN = launcher.LAST_LEFT_S = 0.2
 chips = [] if "--groups" in sys.argv else ["--chips", "2"]
 options = [*chips, "--drain-deadline", *sys.argv[2:]]
 values = dict(serve.make_context("serve", options).params)
@@ -79,7 +81,10 @@ class Running:
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def start_one(*options: str, **limits: float) -> Running:
+    def start_one(*options: str, hurried: bool = False, **limits: float) -> Running:
+        """hurried: waits that nobody comes in end soon."""
+        if hurried:
+            (tmp_path / "hurried").touch()
         started.append(Running(tmp_path, *options, **limits))
         return started[-1]
 
@@ -131,7 +136,7 @@ def test_a_worker_that_left_stays_away(start: Callable[..., Running]) -> None:
 def test_when_the_last_worker_left_the_service_stops(
     start: Callable[..., Running], first: ExitCode
 ) -> None:
-    running = start()
+    running = start(hurried=True)
     running.wait_until_ready()
     for name, status in (("chip0", first), ("chip1", ExitCode.LEFT)):
         (running.folder / f"{name}.end").write_text(str(int(status)))
@@ -206,7 +211,7 @@ def test_workers_that_never_start_end_the_service(
     (tmp_path / "unhealthy").touch()
     for name in ("chip0", "chip1"):
         (tmp_path / f"{name}.end").write_text(str(int(status)))
-    running = start()
+    running = start(hurried=True)
     assert running.process.wait(DEADLINE_S) == 1
     assert "no group can form again" in running.text()
     assert status.name in running.text()
@@ -230,7 +235,7 @@ def test_a_chip_that_never_opens_is_left_alone_and_its_group_may_do_without(
 ) -> None:
     (tmp_path / "unhealthy").touch()
     (tmp_path / "chip0.end").write_text(str(int(ExitCode.BACKEND_FAILED)))
-    running = start("--groups", "2")
+    running = start("--groups", "2", hurried=True)
     said = (
         "chip0 ended with status 7 (BACKEND_FAILED) and was not usable in 4 starts; "
         "it is not started again"
@@ -285,7 +290,7 @@ def test_a_usable_start_sets_the_count_back() -> None:
 def test_a_group_that_needs_all_its_chips_ends_the_service_with_one_of_them(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    running = start("--groups", "2", "--fewer-chips", "off")
+    running = start("--groups", "2", "--fewer-chips", "off", hurried=True)
     running.wait_until_ready()
     (tmp_path / "chip0.end").write_text(str(int(ExitCode.MODEL_FAILED)))
     assert running.process.wait(DEADLINE_S) == 1
