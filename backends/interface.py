@@ -20,7 +20,7 @@ from backends.communicator import (
     SingleRankCommunicator,
     Work,
 )
-from backends.device import CapturedProgram, Device, Fence, MemoryInfo
+from backends.device import CapturedProgram, Device, Fence, Matrix, MemoryInfo
 from backends.errors import BackendUnavailable, IncompatibleBackend
 from backends.gloo_communicator import GlooCommunicator
 from backends.gloo_rendezvous import LOOPBACK, GlooRendezvous
@@ -55,6 +55,7 @@ __all__ = [
     "KVSpec",
     "KernelTable",
     "Lifetime",
+    "Matrix",
     "MemoryInfo",
     "MemoryPool",
     "Requirement",

@@ -37,7 +37,7 @@ def probe_device(device: Device, kernels: KernelTable, dtype: torch.dtype) -> No
     on_chip = device.to_chip(source)
     if not torch.equal(device.to_host(on_chip), source):
         raise ProbeFailed(f"chip {device.chip.index} does not give back what was copied to it")
-    product = kernels.dispatch(PROBE_OPERATION, on_chip, on_chip, None, None)
+    product = kernels.dispatch(PROBE_OPERATION, on_chip, device.to_matrix(source), None, None)
     if not torch.equal(device.to_host(product).long(), rows @ rows.T):
         raise ProbeFailed(f"chip {device.chip.index} multiplies wrongly")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backends.interface import BackendRuntime, KernelTable
+from backends.interface import BackendRuntime, KernelTable, Matrix
 from backends.probes import ProbeFailed
 from chip_worker.step_memory import StepMemory
 
@@ -54,9 +54,17 @@ class NumericCheck:
         numbers = self._numbers if repeats == 1 else self._numbers.repeat(repeats)
         return numbers[start : start + count].view(shape)
 
-    def weight(self, on_chip: torch.Tensor) -> Operand:
-        """A weight with its copy for the reference."""
+    def vector(self, on_chip: torch.Tensor) -> Operand:
+        """A norm or a bias with its copy for the reference."""
         return Operand(on_chip, self.to_host(on_chip).float())
+
+    def matrix(self, on_chip: Matrix) -> Operand:
+        """A weight with its copy for the reference."""
+        return Operand(on_chip, self.matrix_rows(on_chip, range(on_chip.shape[0])))
+
+    def matrix_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
+        """Some rows of it for the reference."""
+        return self.memory.device.read_rows(matrix, rows).float()
 
     def to_host(self, on_chip: torch.Tensor) -> torch.Tensor:
         """A copy that can be read."""

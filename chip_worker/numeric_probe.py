@@ -81,7 +81,7 @@ class _WeightProbe:
         self._loaded = loaded
         layer = loaded.weights.layers[0]
         self._matrices = [
-            check.weight(each)
+            check.matrix(each)
             for each in (
                 layer.attention.query_key_value,
                 layer.attention.output,
@@ -90,7 +90,7 @@ class _WeightProbe:
             )
         ]
         self._biases = [
-            None if each is None else check.weight(each)
+            None if each is None else check.vector(each)
             for each in (
                 layer.attention.query_key_value_bias,
                 layer.attention.output_bias,
@@ -98,9 +98,9 @@ class _WeightProbe:
                 layer.mlp.down_bias,
             )
         ]
-        self._norm = check.weight(layer.attention_norm)
+        self._norm = check.vector(layer.attention_norm)
         self._head_norms = [
-            check.weight(each)
+            check.vector(each)
             for each in (layer.attention.query_norm, layer.attention.key_norm)
             if each is not None
         ]
@@ -147,7 +147,7 @@ class _WeightProbe:
         found = check.call("embedding", ids, Operand(weight, None), held.start, scale)
         compared = compared_rows(rows)
         local = [int(ids[row]) - held.start for row in compared]
-        table = torch.cat([check.to_host(weight[each % len(held)][None]).float() for each in local])
+        table = check.matrix_rows(weight, [each % len(held) for each in local])
         # In the small table the reference looks up, foreign ids stay outside.
         places = [
             place if 0 <= each < len(held) else len(local) for place, each in enumerate(local)
@@ -162,9 +162,9 @@ class _WeightProbe:
         # An odd stride meets every place in a tile.
         stride = last // SAMPLED_VOCABULARY | 1
         start = int(torch.randint(stride, (1,), generator=self._check.generator))
-        numbers = torch.cat((torch.arange(start, last, stride), torch.arange(last, head.shape[0])))
-        parts = [head[last:]] if last == 0 else [head[start:last:stride], head[last:]]
-        return numbers, torch.cat([self._check.to_host(part).float() for part in parts])
+        parts = (range(start, last, stride), range(last, head.shape[0]))
+        rows = [self._check.matrix_rows(head, part) for part in parts if part]
+        return torch.tensor([*parts[0], *parts[1]]), torch.cat(rows)
 
     def logits(self, rows: int) -> None:
         """The whole shard of the LM head; the reference sees a sample and what came out largest."""
@@ -181,7 +181,7 @@ class _WeightProbe:
         check.same_rows("logits", rows, chosen[:, numbers], expected)
         chosen[:, beyond] = -torch.inf
         largest = chosen.argmax(dim=1)
-        their_rows = torch.cat([check.to_host(head[int(each)][None]).float() for each in largest])
+        their_rows = check.matrix_rows(head, largest.tolist())
         claimed = check.runtime.fallback("logits", wide, their_rows).diagonal()
         # Near ties are no mistake: as much as rounding explains may lie between the two.
         slack = 1e-3 * expected.norm(dim=1) / expected.shape[1] ** 0.5
@@ -204,7 +204,7 @@ class _WeightProbe:
             return torch.empty(0, dtype=torch.int64)
         tokens = (~torch.isfinite(found)).any(dim=0).nonzero().flatten()
         if len(tokens) <= BEYOND_RANGE_MAX:
-            weights = torch.cat([check.to_host(head[int(each)][None]).float() for each in tokens])
+            weights = check.matrix_rows(head, tokens.tolist())
             expected = check.runtime.fallback("logits", hidden.float(), weights)
             if torch.equal(torch.isfinite(expected), torch.isfinite(found[:, tokens])):
                 return tokens

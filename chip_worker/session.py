@@ -179,7 +179,7 @@ class Session:
         if form.rank == 0 and form.world_size > 1:
             address = self._runtime.open_rendezvous(_place(form))
             self._report(Rendezvous(form.term, form.epoch, address))
-        self._backend.on_model_load(self._loader.load_plan(shard, self._dtype))
+        self._backend.on_model_load(self._loader.load_plan(shard, self._device, self._dtype))
         self._loader.load(shard, self._device, self._dtype)
         if form.rank == 0:
             self._enter(form, address)

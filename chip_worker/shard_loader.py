@@ -59,9 +59,12 @@ class ShardLoader:
         """The shard of a rank. Raises ModelError naming the sizes that work."""
         return plan_shard(self._config, rank, world_size, kv_policy)
 
-    def load_plan(self, shard: ShardPlan, dtype: torch.dtype) -> ModelLoadPlan:
-        """What loading the shard in `dtype` will take, for the backend."""
-        weight_bytes = self._model.weight_elements(self._config, shard) * dtype.itemsize
+    def load_plan(self, shard: ShardPlan, device: Device, dtype: torch.dtype) -> ModelLoadPlan:
+        """What loading the shard in `dtype` will take of the device, for the backend."""
+        weight_bytes = sum(
+            device.matrix_bytes(shape, dtype) if len(shape) > 1 else shape[0] * dtype.itemsize
+            for shape in self._model.weight_shapes(self._config, shard)
+        )
         return ModelLoadPlan(self._config.architecture, weight_bytes, shard.rank, shard.world_size)
 
     @property

@@ -1,9 +1,10 @@
 """Weights of one rank: pieces read from a checkpoint, put together on the chip in its dtype."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,35 +68,38 @@ class ShardReader:
         self._device = device
         self._dtype = dtype
 
-    def read(self, pieces: Pieces) -> torch.Tensor:
-        """The tensor made of the pieces, on the chip.
+    def read(self, pieces: Pieces) -> Any:  # noqa: ANN401 - as the shape says
+        """What is made of the pieces, on the chip: a Matrix if they have columns, else a vector.
 
         Raises ModelError for a missing tensor or a wrong shape, OutOfMemory if the chip is full.
         """
         for piece in pieces:
             self._checkpoint.expect(piece.name, piece.shape)
-        target = self._allocate(stacked_shape(pieces))
+        shape, device = stacked_shape(pieces), self._device
+        if len(shape) == 1:
+            vector = device.allocate(shape, self._dtype)
+            self.bytes_read += vector.nbytes
+            for first, numbers in self._rows(pieces):
+                device.copy(numbers, vector[first : first + len(numbers)])
+            return vector
+        matrix = device.allocate_matrix(shape, self._dtype)
+        self.bytes_read += matrix.nbytes
+        for first, rows in self._rows(pieces):
+            device.write_rows(matrix, first, rows)
+        return matrix
+
+    def _rows(self, pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
+        """Some after the other, and where they belong: the host needs memory for those only."""
         start = 0
         for piece in pieces:
-            stop = start + piece.held_shape[0]
-            self._fill(target[start:stop], piece)
-            start = stop
-        return target
-
-    def _allocate(self, shape: Sequence[int]) -> torch.Tensor:
-        target = self._device.allocate(shape, self._dtype)
-        self.bytes_read += target.numel() * target.element_size()
-        return target
-
-    def _fill(self, target: torch.Tensor, piece: Piece) -> None:
-        """Some rows after the other: the host needs memory for those only."""
-        first = 0 if piece.rows is None else piece.rows.start
-        for part in _parts(piece):
-            rows = range(first + part.start, first + part.stop)
-            values = self._checkpoint.read(piece.name, rows, piece.columns)
-            if piece.offset:
-                values = values.float() + piece.offset
-            self._device.copy(values.to(self._dtype), target[part.start : part.stop])
+            stored = 0 if piece.rows is None else piece.rows.start
+            for part in _parts(piece):
+                rows = range(stored + part.start, stored + part.stop)
+                values = self._checkpoint.read(piece.name, rows, piece.columns)
+                if piece.offset:
+                    values = values.float() + piece.offset
+                yield start + part.start, values.to(self._dtype)
+            start += piece.held_shape[0]
 
 
 def _parts(piece: Piece) -> Iterator[range]:

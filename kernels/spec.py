@@ -94,14 +94,16 @@ class BoundKV:
 
 
 # T tokens, H hidden size, h query heads and k key/value heads on this chip, d head size,
-# V rows of the vocabulary on this chip, R sampled rows.
+# V rows of the vocabulary on this chip, R sampled rows. A Matrix is what `Device.allocate_matrix`
+# makes, opaque to all others; everything else is a tensor.
 OPERATIONS: dict[str, OperationSpec] = {
     spec.name: spec
     for spec in (
         OperationSpec(
             "embedding",
-            "(ids [T] int64, weight [V, H], first_row: int, scale: float) -> [T, H], rows times "
-            "scale, rounded once; an id outside [first_row, first_row + V) gives a row of zeros",
+            "(ids [T] int64, weight [V, H] Matrix or tensor, first_row: int, scale: float) -> [T, "
+            "H], rows times scale, rounded once; an id outside [first_row, first_row + V) gives a "
+            "row of zeros",
         ),
         OperationSpec("rms_norm", "(x [..., H], weight [H], epsilon: float) -> [..., H]"),
         OperationSpec(
@@ -112,13 +114,13 @@ OPERATIONS: dict[str, OperationSpec] = {
         ),
         OperationSpec(
             "linear",
-            "(x [T, K], weight [N, K], bias [N] or None, context: object or None) -> [T, N]; "
-            "context is reserved for a row-to-adapter map",
+            "(x [T, K], weight [N, K] Matrix, bias [N] or None, context: object or None) -> [T, "
+            "N]; context is reserved for a row-to-adapter map",
         ),
         OperationSpec(
             "logits",
-            "(hidden [R, H], weight [V, H]) -> [R, V] float32, never rounded to a narrower dtype: "
-            "near 25 bfloat16 moves in steps of 0.125, which makes ties of what are none",
+            "(hidden [R, H], weight [V, H] Matrix) -> [R, V] float32, never rounded to a narrower "
+            "dtype: near 25 bfloat16 moves in steps of 0.125, which makes ties of what are none",
         ),
         OperationSpec(
             "rotary",

@@ -14,7 +14,8 @@ from typing_extensions import override
 from backends.arena import Arena
 from backends.cpu.arena import MappedArena
 from backends.cpu.host import CpuChip, host_memory
-from backends.device import Device, MemoryInfo
+from backends.cpu.kernel_library import Engine, PackedMatrix, packed_bytes
+from backends.device import Device, Matrix, MemoryInfo
 from backends.errors import BackendUnavailable, OutOfMemory
 
 # Below this the operating system is not asked how much memory is left: asking takes longer.
@@ -25,11 +26,15 @@ class CpuDevice(Device):
     """Pins this process to the chip's cores, one torch thread each.
 
     limit_bytes: most bytes that live tensors and arenas may take; None is what the host has.
+    engine: packs weights for the native kernels; None leaves them tensors.
     """
 
-    def __init__(self, chip: CpuChip, limit_bytes: int | None) -> None:
+    def __init__(
+        self, chip: CpuChip, limit_bytes: int | None, engine: Engine | None = None
+    ) -> None:
         super().__init__(chip)
         self._limit_bytes = limit_bytes
+        self._engine = engine
         self._used_bytes = 0
         _pin_process(chip.cores)
         torch.set_num_threads(len(chip.cores))
@@ -49,6 +54,41 @@ class CpuDevice(Device):
         # The storage outlives the tensor while any view of it lives.
         weakref.finalize(tensor.untyped_storage(), self._give_back, asked_bytes).atexit = False
         return tensor
+
+    @override
+    def allocate_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Matrix:
+        """Packed where there is an engine, its padding counted."""
+        if self._engine is None:
+            return super().allocate_matrix(shape, dtype)
+        what = f"a matrix of {tuple(shape)}"
+        asked_bytes = self.matrix_bytes(shape, dtype)
+        self._take(what, asked_bytes)
+        try:
+            matrix = PackedMatrix(self._engine, shape, dtype)
+        except MemoryError as error:
+            self._give_back(asked_bytes)
+            raise self._out_of_memory(what, asked_bytes, str(error)) from error
+        weakref.finalize(matrix, self._give_back, asked_bytes).atexit = False
+        return matrix
+
+    @override
+    def matrix_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        if self._engine is None:
+            return super().matrix_bytes(shape, dtype)
+        return packed_bytes(shape, dtype)
+
+    @override
+    def write_rows(self, matrix: Matrix, first: int, rows: torch.Tensor) -> None:
+        if isinstance(matrix, PackedMatrix):
+            matrix.write(first, rows)
+        else:
+            super().write_rows(matrix, first, rows)
+
+    @override
+    def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
+        if isinstance(matrix, PackedMatrix):
+            return matrix.read(torch.tensor(rows, dtype=torch.int64))
+        return super().read_rows(matrix, rows)
 
     @override
     def allocate_arena(self, block_bytes: int, blocks: int, segment_blocks: int) -> Arena:

@@ -1,4 +1,7 @@
-"""Operations on CPU cores by torch's fused kernels; each agrees with the reference it replaces."""
+"""Operations on CPU cores by torch's fused kernels, and which are chosen beside the native ones.
+
+Each agrees with the reference it replaces.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,6 +9,8 @@ import torch
 import torch.nn.functional as functional
 
 from backends.cpu.attention import PagedAttention
+from backends.cpu.kernel_library import Engine, PackedMatrix
+from backends.cpu.native_kernels import NativeKernels
 from backends.cpu.sampling import adjust_logits, sample, token_logprobs
 from backends.scratch import ScratchArena
 from kernels.paged_kv import PAGED_ORDER, PagedKV
@@ -16,17 +21,23 @@ _LOGITS_ROWS = 1024
 
 
 def embedding(
-    ids: torch.Tensor, weight: torch.Tensor, first_row: int, scale: float
+    ids: torch.Tensor, weight: torch.Tensor | PackedMatrix, first_row: int, scale: float
 ) -> torch.Tensor:
     """A lookup; the mask is skipped where the whole vocabulary is on this chip."""
-    if first_row == 0 and bool((ids < weight.shape[0]).all()):
-        found = functional.embedding(ids, weight)
+    if first_row == 0 and bool(((ids >= 0) & (ids < weight.shape[0])).all()):
+        found = _rows_of(weight, ids)
     else:
         local = ids - first_row
         foreign = (local < 0) | (local >= weight.shape[0])
-        found = functional.embedding(local.masked_fill(foreign, 0), weight)
+        found = _rows_of(weight, local.masked_fill(foreign, 0))
         found.masked_fill_(foreign[:, None], 0)
     return found if scale == 1.0 else found.float().mul_(scale).to(found.dtype)
+
+
+def _rows_of(weight: torch.Tensor | PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, PackedMatrix):
+        return weight.read(rows)
+    return functional.embedding(rows, weight)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -107,24 +118,37 @@ _ANY = Support()
 _PAGED = Support(layouts=(PAGED_ORDER,))
 _PAGED_ATTENTION = Support(layouts=(PAGED_ORDER,), features=(WINDOW, SOFT_CAP))
 
-_STATELESS = (
-    Implementation("embedding", "torch", embedding, _ANY),
-    Implementation("rms_norm", "torch", rms_norm, _ANY),
-    Implementation("add_rms_norm", "torch", add_rms_norm, _ANY),
+_TORCH = (
     Implementation("linear", "torch", linear, _ANY),
     Implementation("logits", "torch", logits, _ANY),
+    Implementation("rms_norm", "torch", rms_norm, _ANY),
+    Implementation("add_rms_norm", "torch", add_rms_norm, _ANY),
     Implementation("rotary", "torch", rotary, _ANY),
     Implementation("silu_mul", "torch", silu_mul, _ANY),
     Implementation("gelu_mul", "torch", gelu_mul, _ANY),
-    Implementation("soft_cap", "torch", soft_cap, _ANY),
     Implementation("write_kv", "torch", write_kv, _PAGED),
+)
+_ALWAYS = (
+    Implementation("embedding", "torch", embedding, _ANY),
+    Implementation("soft_cap", "torch", soft_cap, _ANY),
     Implementation("adjust_logits", "torch", adjust_logits, _ANY),
     Implementation("sample", "numpy", sample, _ANY),
     Implementation("token_logprobs", "torch", token_logprobs, _ANY),
 )
 
 
-def cpu_implementations(find_scratch: Callable[[], ScratchArena]) -> Sequence[Implementation]:
-    """All operations; find_scratch: the scratch of the open chip."""
+def cpu_implementations(
+    find_scratch: Callable[[], ScratchArena], engine: Engine | None
+) -> Sequence[Implementation]:
+    """All operations; find_scratch: the scratch of the open chip; engine: None for torch alone.
+
+    With an engine weights are packed, which only the native kernels read.
+    """
     attention = PagedAttention(find_scratch)
-    return (*_STATELESS, Implementation("attention", "torch-sdpa", attention, _PAGED_ATTENTION))
+    if engine is not None:
+        return (*NativeKernels(engine, attention).implementations(), *_ALWAYS)
+    return (
+        *_TORCH,
+        *_ALWAYS,
+        Implementation("attention", "torch-sdpa", attention, _PAGED_ATTENTION),
+    )

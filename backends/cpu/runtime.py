@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 
 from typing_extensions import override
 
 from backends.cpu.device import CpuDevice
 from backends.cpu.host import CpuChip
+from backends.cpu.kernel_library import INSTRUCTIONS, Engine
 from backends.cpu.kernels import cpu_implementations
 from backends.cpu.shared_memory_end import SharedMemorySettings
 from backends.cpu.shared_memory_join import Refusal, join_shared_memory
@@ -15,9 +17,10 @@ from backends.device import Device
 from backends.errors import BackendUnavailable
 from backends.gloo_rendezvous import GlooRendezvous
 from backends.interface import BackendRuntime, Communicator, GroupPlace
-from backends.plugin import ChipDescription
+from backends.plugin import Backend, BackendConfig, ChipDescription
 from kernels.spec import Implementation
 
+_KERNELS = ("auto", "torch", *INSTRUCTIONS)
 _COLLECTIVES = ("auto", "shared-memory", "gloo")
 _log = logging.getLogger(__name__)
 
@@ -26,18 +29,40 @@ class CpuRuntime(BackendRuntime):
     """Collectives go through shared memory; over gloo where the ranks share none.
 
     The option `collectives` says which: auto (default), shared-memory (or fail) or gloo. It must be
-    the same on every rank.
+    the same on every rank. The option `kernels` says what computes: auto (default), torch alone, or
+    the native kernels with at most these instructions: portable, avx2, avx512, amx.
     """
+
+    def __init__(self, backend: Backend, config: BackendConfig) -> None:
+        super().__init__(backend, config)
+        self._engine: Engine | None = None
 
     @override
     def open_device(self, chip: ChipDescription) -> Device:
         if not isinstance(chip, CpuChip):
             raise BackendUnavailable(f"chip {chip.index} is not a set of cores: {chip}")
-        return CpuDevice(chip, self.config.memory_limit_bytes)
+        self._engine = self._open_engine(len(chip.cores))
+        return CpuDevice(chip, self.config.memory_limit_bytes, self._engine)
 
     @override
     def implementations(self) -> Sequence[Implementation]:
-        return cpu_implementations(lambda: self.get_device(0).scratch)
+        # Also asked what it would choose, without a chip.
+        engine = self._engine or self._open_engine(1)
+        return cpu_implementations(lambda: self.get_device(0).scratch, engine)
+
+    def _open_engine(self, threads: int) -> Engine | None:
+        wanted = self.config.options.get("kernels", _KERNELS[0])
+        if wanted not in _KERNELS:
+            raise BackendUnavailable(f"kernels is {wanted!r}; choose {', '.join(_KERNELS)}")
+        if wanted == "torch":
+            return None
+        try:
+            return Engine(threads, "" if wanted == "auto" else wanted)
+        except BackendUnavailable as error:
+            if wanted != "auto":
+                raise
+            _warn_once(str(error))
+            return None
 
     @override
     def connect_ranks(
@@ -70,3 +95,8 @@ class CpuRuntime(BackendRuntime):
         if choice not in _COLLECTIVES:
             raise BackendUnavailable(f"collectives is {choice!r}; choose {', '.join(_COLLECTIVES)}")
         return choice
+
+
+@cache
+def _warn_once(why: str) -> None:
+    _log.warning("torch computes everything, which is slower: %s", why)

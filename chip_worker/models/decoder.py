@@ -1,8 +1,7 @@
 """The decoder that all architectures here are: what differs is in their configuration."""
 
-import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -108,10 +107,8 @@ class DecoderModel(Model):
 
     @staticmethod
     @override
-    def weight_elements(config: ModelConfig, shard: ShardPlan) -> int:
-        return sum(
-            math.prod(stacked_shape(pieces)) for pieces in DecoderPlan(config, shard).tensors()
-        )
+    def weight_shapes(config: ModelConfig, shard: ShardPlan) -> Iterable[Sequence[int]]:
+        return map(stacked_shape, DecoderPlan(config, shard).tensors())
 
     @staticmethod
     @override

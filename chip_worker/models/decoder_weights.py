@@ -7,9 +7,11 @@ rank 0 alone, for the products of all ranks are added. Norms are whole everywher
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from backends.interface import Matrix
 from chip_worker.model_config import ModelConfig
 from chip_worker.tensor_parallel import ShardPlan
 from chip_worker.weights import Piece, Pieces, ShardReader
@@ -24,8 +26,8 @@ class AttentionWeights:
     """query_key_value [(h + 2k) * d, H], rows of the three below each other; output [H, h * d];
     query_norm and key_norm [d]."""
 
-    query_key_value: torch.Tensor
-    output: torch.Tensor
+    query_key_value: Matrix
+    output: Matrix
     query_key_value_bias: torch.Tensor | None = None
     output_bias: torch.Tensor | None = None
     query_norm: torch.Tensor | None = None
@@ -36,8 +38,8 @@ class AttentionWeights:
 class MLPWeights:
     """gate_up [2I, H], gate over up; down [H, I]."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -56,12 +58,12 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of a rank; embedding and head are [V, H] and one tensor where they are tied."""
+    """All weights of a rank; embedding and head are [V, H] and one matrix where they are tied."""
 
-    embedding: torch.Tensor
+    embedding: Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Matrix
     bytes_total: int
 
 
@@ -97,7 +99,7 @@ class DecoderPlan:
     def load(self, reader: ShardReader) -> DecoderWeights:
         """Reads them all. Raises ModelError or OutOfMemory."""
 
-        def read(planned: Mapping[str, Pieces]) -> dict[str, torch.Tensor]:
+        def read(planned: Mapping[str, Pieces]) -> dict[str, Any]:
             return {name: reader.read(pieces) for name, pieces in planned.items()}
 
         embedding = reader.read(self.embedding)

@@ -1,7 +1,7 @@
 """What a model architecture provides: one file per architecture, registered in `registry`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +50,8 @@ class Model(ABC):
 
     @staticmethod
     @abstractmethod
-    def weight_elements(config: ModelConfig, shard: ShardPlan) -> int:
-        """Numbers `load` will put on the chip."""
+    def weight_shapes(config: ModelConfig, shard: ShardPlan) -> Iterable[Sequence[int]]:
+        """Of every matrix [N, K] and vector [n] that `load` will put on the chip."""
 
     @staticmethod
     @abstractmethod

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from backends.interface import Communicator, KernelTable
+from backends.interface import Communicator, KernelTable, Matrix
 from chip_worker.step_memory import StepMemory
 
 CHUNK_TOKENS = 256
@@ -31,9 +31,7 @@ class SummedProjection:
         self._memory = memory
         self._overlaps = overlaps and communicator.world_size > 1
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         """x [T, K], weight [H, K], this rank's K -> [T, H], valid until the next call.
 
         bias [H]: on one rank only, for it is summed too.
@@ -45,7 +43,7 @@ class SummedProjection:
         return output
 
     def _in_chunks(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None
     ) -> torch.Tensor:
         output = self._memory.buffer("linear", (x.shape[0], weight.shape[0]), x.dtype)
         sums = []

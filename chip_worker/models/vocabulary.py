@@ -2,7 +2,7 @@
 
 import torch
 
-from backends.interface import Communicator, KernelTable
+from backends.interface import Communicator, KernelTable, Matrix
 from chip_worker.step_memory import StepMemory
 from chip_worker.tensor_parallel import ShardPlan
 
@@ -22,7 +22,7 @@ class VocabularyEmbedding:
         self._first_row = shard.vocabulary_rows.start
         self._scale = scale
 
-    def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """ids [T] int64 -> [T, H]."""
         hidden: torch.Tensor = self._embedding(ids, weight, self._first_row, self._scale)
         self._communicator.all_reduce(hidden).wait_stream()
@@ -47,7 +47,7 @@ class VocabularyHead:
         self._memory = memory
         self._shard = shard
 
-    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, hidden: torch.Tensor, weight: Matrix) -> torch.Tensor | None:
         """hidden [R, H] -> logits [R, V] float32 on rank 0, valid until the next call, else None.
 
         Every rank must call it alike.

@@ -6,6 +6,8 @@ from backends.device import Device
 from backends.interface import BackendRuntime, Requirement
 from kernels.spec import SOFT_CAP, WINDOW
 
+MATRICES = {"linear": 1, "logits": 1, "embedding": 1}
+"""Which argument of an operation is a weight."""
 PLACEMENTS = ("columns", "rows", "transposed", "offset")
 """Views whose elements are not one piece of memory, or that start at an odd address."""
 # Twice the rounding of one operand, over sums of some hundred terms.
@@ -42,9 +44,11 @@ class KernelCalls:
         )
         function = self._runtime.bind_kernels({operation: requirement}).function(operation)
         on_chip = []
-        for argument in arguments:
+        for place, argument in enumerate(arguments):
             if not isinstance(argument, torch.Tensor):
                 on_chip.append(argument)
+            elif place == MATRICES.get(operation):
+                on_chip.append(self._device.to_matrix(argument))
             elif placement is not None and argument is computed[0]:
                 on_chip.append(placed(self._device, argument, placement))
             else:

@@ -27,6 +27,7 @@ BATCHES = {
     "decode, unlike lengths": [(0, 1), (15, 1), (16, 1), (130, 1), (300, 1)],
     "32 decode": [(row * 5 + 3, 1) for row in range(32)],
     "mixed": [(3, 1), (0, 40), (64, 16), (200, 1), (17, 2), (0, 3), (31, 3)],
+    "few tokens": [(126, 4), (127, 1), (128, 8), (300, 2), (0, 5), (3, 1), (12, 7)],
     "129 rows": [(row % 50, 1) for row in range(129)],
     "1024 rows": [(row % 21, 1) for row in range(1024)],
     "many blocks": [(2050, 1), (1, 1), (1999, 40)],
@@ -97,27 +98,30 @@ def test_attention_over_written_keys(attend, batch, heads):
 
 @pytest.mark.covers("attention", "write_kv")
 @pytest.mark.parametrize("heads", HEAD_MAPS)
-@pytest.mark.parametrize("batch", ["mixed", "decode, unlike lengths"])
+@pytest.mark.parametrize("batch", ["mixed", "few tokens", "decode, unlike lengths"])
 def test_attention_with_any_map_of_heads(attend, batch, heads):
     attend(BATCHES[batch], HEAD_MAPS[heads])
 
 
 @pytest.mark.covers("attention", "write_kv")
-@pytest.mark.parametrize("head_size", [2, 20, 64, 128])
-def test_attention_with_any_head_size(attend, head_size):
-    attend(BATCHES["mixed"], HEAD_MAPS["uneven, 4 and 1"], head_size=head_size)
+@pytest.mark.parametrize("head_size", [2, 20, 64, 128, 256, 320])
+@pytest.mark.parametrize("batch", ["mixed", "few tokens"])
+def test_attention_with_any_head_size(attend, batch, head_size):
+    attend(BATCHES[batch], HEAD_MAPS["uneven, 4 and 1"], head_size=head_size)
 
 
 @pytest.mark.covers("attention", "write_kv")
 @pytest.mark.parametrize("times", [1, 3, 8])
-def test_attention_with_any_block_the_backend_allows(attend, backend, times):
+@pytest.mark.parametrize("batch", ["mixed", "few tokens"])
+def test_attention_with_any_block_the_backend_allows(attend, backend, batch, times):
     block_tokens = backend.capabilities.block_tokens_multiple * times
-    attend(BATCHES["mixed"], HEAD_MAPS["one each"], block_tokens=block_tokens)
+    attend(BATCHES[batch], HEAD_MAPS["one each"], block_tokens=block_tokens)
 
 
 @pytest.mark.covers("attention", "write_kv")
-def test_attention_of_views(attend, placement):
-    attend(BATCHES["mixed"], HEAD_MAPS["even"], placement=placement)
+@pytest.mark.parametrize("batch", ["mixed", "few tokens"])
+def test_attention_of_views(attend, batch, placement):
+    attend(BATCHES[batch], HEAD_MAPS["even"], placement=placement)
 
 
 # ---------------------------------------------------------------- windows and soft caps
@@ -126,7 +130,7 @@ def test_attention_of_views(attend, placement):
 WINDOWS = (1, 5, 16, 17, 38, 4096)
 WINDOWED = (
     *("one decode", "first token", "whole prompt", "prefix and chunk"),
-    *("decode, unlike lengths", "mixed"),
+    *("decode, unlike lengths", "few tokens", "mixed"),
 )
 
 
@@ -146,20 +150,23 @@ def test_attention_of_many_rows_or_tokens_within_a_window(attend, batch):
 
 @pytest.mark.covers("attention", "write_kv", "attention:window")
 @pytest.mark.parametrize("slack", [1, 16, 40, None])
-def test_what_lies_behind_a_window_and_is_still_held_is_not_seen(attend, slack):
-    attend(BATCHES["mixed"], HEAD_MAPS["even"], window=20, slack=slack)
+@pytest.mark.parametrize("batch", ["mixed", "few tokens"])
+def test_what_lies_behind_a_window_and_is_still_held_is_not_seen(attend, batch, slack):
+    attend(BATCHES[batch], HEAD_MAPS["even"], window=20, slack=slack)
 
 
 @pytest.mark.covers("attention", "write_kv", "attention:soft_cap")
 @pytest.mark.parametrize("batch", [*WINDOWED, "32 decode", "129 rows"])
-def test_attention_with_bounded_scores(attend, batch):
-    attend(BATCHES[batch], HEAD_MAPS["uneven, low rank"], soft_cap=0.7)
+@pytest.mark.parametrize("soft_cap", [0.7, 1e6])
+def test_attention_with_bounded_scores(attend, batch, soft_cap):
+    attend(BATCHES[batch], HEAD_MAPS["uneven, low rank"], soft_cap=soft_cap)
 
 
 @pytest.mark.covers("attention", "write_kv", "attention:window", "attention:soft_cap")
 @pytest.mark.parametrize("heads", HEAD_MAPS)
-def test_window_and_soft_cap_together_with_any_map_of_heads(attend, heads):
-    attend(BATCHES["mixed"], HEAD_MAPS[heads], window=18, soft_cap=0.7)
+@pytest.mark.parametrize("batch", ["mixed", "few tokens"])
+def test_window_and_soft_cap_together_with_any_map_of_heads(attend, batch, heads):
+    attend(BATCHES[batch], HEAD_MAPS[heads], window=18, soft_cap=0.7)
 
 
 @pytest.mark.covers("attention", "write_kv", "attention:window", "attention:soft_cap")

@@ -85,16 +85,16 @@ def test_tensors_in_lists_are_recorded_too(open_debug, records):
 
 def test_a_kernel_is_recorded_with_its_implementation_and_reason(open_debug, records):
     debug, chip = open_debug("kernels.*")
-    kernels = debug.bind_kernels({"linear": Requirement("float32", rows=2, last_dimension=8)})
-    x = chip.to_chip(torch.ones(2, 8))
-    product = kernels.dispatch("linear", x, chip.to_chip(torch.ones(3, 8)), None, None)
-    assert chip.to_host(product).tolist() == [[8.0] * 3] * 2
+    kernels = debug.bind_kernels({"linear": Requirement("float32", rows=2, last_dimension=32)})
+    x = chip.to_chip(torch.ones(2, 32))
+    product = kernels.dispatch("linear", x, chip.to_matrix(torch.ones(3, 32)), None, None)
+    assert chip.to_host(product).tolist() == [[32.0] * 3] * 2
     (record,) = records
     choice = kernels.choices["linear"]
     assert record.primitive == "kernels.linear"
     assert (record.implementation, record.reason) == (choice.implementation, choice.reason)
-    assert record.shapes == ((2, 8), (3, 8))
-    assert record.bytes_count == 64 + 96
+    assert record.shapes == ((2, 32), (3, 32))
+    assert record.bytes_count >= 256 + 384, "a chip may pad a matrix"
 
 
 def test_a_memory_pool_is_recorded_and_stays_the_pool_it_is(open_debug, records):

@@ -1,5 +1,6 @@
 """Weights read back are the weights written, whole or in part, from every file format."""
 
+import math
 import re
 
 import gguf
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import chip_worker.weights as weights_module
+from backends.device import Device
+from backends.plugin import ChipDescription
 from chip_worker.errors import ModelError
 from chip_worker.gguf_checkpoint import GgufCheckpoint, HeaderReader
 from chip_worker.model_config import ConfigFields
@@ -22,6 +25,7 @@ from tests.fakes.checkpoints import TinyLlama, write_gguf, write_hugging_face
 from tests.fakes.compute_group import open_rank
 
 MODEL = TinyLlama()
+CHIP = ChipDescription(0, "main memory", 1 << 30)
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -158,20 +162,17 @@ def test_the_quick_reader_agrees_with_the_plain_one(tmp_path):
 def load(checkpoint, world_size, rank, dtype=torch.float32):
     model, config = find_model(checkpoint)
     shard = plan_shard(config, rank, world_size, "cover")
-    weights = model.load(config, shard, ShardReader(checkpoint, open_device(), dtype))
+    weights = model.load(config, shard, ShardReader(checkpoint, HostDevice(CHIP), dtype))
     return model, config, shard, weights
 
 
-def open_device():
-    class HostDevice:
-        def allocate(self, shape, dtype):
-            return torch.full(tuple(shape), float("nan"), dtype=dtype)
+class HostDevice(Device):
+    def allocate(self, shape, dtype):
+        return torch.full(tuple(shape), float("nan"), dtype=dtype)
 
-        def copy(self, source, target):
-            assert source.dtype == target.dtype
-            target.copy_(source)
-
-    return HostDevice()
+    def copy(self, source, target):
+        assert source.dtype == target.dtype
+        target.copy_(source)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -179,7 +180,8 @@ def test_a_rank_holds_what_was_announced_and_nothing_is_left_unfilled(written, w
     checkpoint = open_checkpoint(written[1])
     for rank in range(world_size):
         model, config, shard, weights = load(checkpoint, world_size, rank, torch.bfloat16)
-        assert weights.bytes_total == 2 * model.weight_elements(config, shard)
+        announced = sum(map(math.prod, model.weight_shapes(config, shard)))
+        assert weights.bytes_total == 2 * announced
         layer = weights.layers[1]
         for tensor in (weights.embedding, layer.attention.query_key_value, layer.mlp.down):
             assert torch.isfinite(tensor).all()

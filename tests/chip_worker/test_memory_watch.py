@@ -32,7 +32,8 @@ class LeakyRuntime(ThreadRuntime):
     def open_device(self, chip):
         self.shapes = set()
         self.leaks = True
-        self.leaky = LeakyDevice(chip, 1 << 30)
+        self._engine = self._open_engine(len(chip.cores))
+        self.leaky = LeakyDevice(chip, 1 << 30, self._engine)
         return self.leaky
 
     def implementations(self):

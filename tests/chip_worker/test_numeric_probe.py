@@ -350,7 +350,10 @@ def test_a_token_whose_weights_rule_it_out_is_no_mistake(path):
     rank = open_rank(path)
     rank.session.handle(form_command())
     # What is loaded stays for the next epoch of the same shard.
-    rank.session._loader.loaded.weights.head[5, :2] = -3e38
+    head, device = rank.session._loader.loaded.weights.head, rank.session._device
+    row = device.read_rows(head, [5])
+    row[:, :2] = -3e38
+    device.write_rows(head, 5, row)
     rank.session.handle(form_command(epoch=2))
     rank.session.close()
     assert isinstance(rank.last, Ready), rank.last

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from backends.cpu.host import CpuChip
+from backends.cpu.kernel_library import Engine, PackedMatrix
 from backends.cpu.plugin import CpuBackend
 from backends.cpu.runtime import CpuRuntime
-from backends.interface import BackendConfig, Communicator, Device, GroupPlace, Work
+from backends.interface import BackendConfig, Communicator, Device, GroupPlace, Matrix, Work
 from backends.plugin import ChipDescription
 from kernels.spec import BoundKV, Implementation
 from tests.fakes.compute_group import ThreadRuntime
@@ -28,8 +30,9 @@ POISON = 0x7F
 class LateDevice(Device):
     """Keeps the true contents of every storage it gave out; host tensors are as they are."""
 
-    def __init__(self, chip: ChipDescription) -> None:
+    def __init__(self, chip: ChipDescription, engine: Engine | None) -> None:
         super().__init__(chip)
+        self._engine = engine
         self._contents: dict[int, torch.UntypedStorage] = {}
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -37,6 +40,23 @@ class LateDevice(Device):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.truth(target).copy_(self.truth(source))
+
+    def allocate_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Matrix:
+        """Packed, and so as closed to others as it is."""
+        if self._engine is None:
+            return super().allocate_matrix(shape, dtype)
+        return PackedMatrix(self._engine, shape, dtype)
+
+    def write_rows(self, matrix: Matrix, first: int, rows: torch.Tensor) -> None:
+        if isinstance(matrix, PackedMatrix):
+            matrix.write(first, self.truth(rows))
+        else:
+            super().write_rows(matrix, first, rows)
+
+    def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
+        if isinstance(matrix, PackedMatrix):
+            return matrix.read(torch.tensor(rows, dtype=torch.int64))
+        return super().read_rows(matrix, rows)
 
     def hide(self, contents: torch.Tensor) -> torch.Tensor:
         """A tensor like `contents`, which it stands for, full of poison."""
@@ -111,7 +131,9 @@ class LateRuntime(ThreadRuntime):
         self._late: LateDevice | None = None
 
     def open_device(self, chip: ChipDescription) -> Device:
-        self._late = LateDevice(chip)
+        assert isinstance(chip, CpuChip)
+        self._engine = self._open_engine(len(chip.cores))
+        self._late = LateDevice(chip, self._engine)
         return self._late
 
     def create_communicator(

@@ -8,7 +8,7 @@ class Mutant:
     """An edit that makes a backend wrong in a way that hardware would forgive for a while.
 
     name: what is wrong now. old: stands exactly once in `file`. test: node id of the test that
-    must turn red, run with `backend`.
+    must turn red, run with `backend`; options: NAME=VALUE, for the backend.
     """
 
     name: str
@@ -17,3 +17,4 @@ class Mutant:
     new: str
     test: str
     backend: str = "cpu"
+    options: tuple[str, ...] = ()

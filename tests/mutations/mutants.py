@@ -289,6 +289,7 @@ WINDOWS = (
         'functional.gelu(gate, approximate="tanh")',
         "functional.gelu(gate)",
         f"{KERNELS}::test_gelu_mul",
+        options=("kernels=torch",),
     ),
     Mutant(
         "the prefill kernel's window does not count the token itself",

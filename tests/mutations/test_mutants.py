@@ -8,10 +8,12 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from tests.mutations.mutant import Mutant
 from tests.mutations.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +50,8 @@ def runner(tmp_path_factory):
     assert process.wait(timeout=30) == 0
 
 
-def run(runner, file, old, new, test, backend):
-    edit = {"file": file, "old": old, "new": new, "test": test, "backend": backend}
-    runner.stdin.write(json.dumps(edit) + "\n")
+def run(runner, mutant):
+    runner.stdin.write(json.dumps(asdict(mutant)) + "\n")
     runner.stdin.flush()
     return json.loads(runner.stdout.readline())
 
@@ -65,7 +66,7 @@ def test_the_edit_is_noticed(runner, mutant, long_run, only_seed):
         pytest.skip("not of this third; --seed picks another, --long runs all")
     source = (ROOT / mutant.file).read_text()
     assert source.count(mutant.old) == 1, f"{mutant.file} has not exactly once: {mutant.old}"
-    answer = run(runner, mutant.file, mutant.old, mutant.new, mutant.test, mutant.backend)
+    answer = run(runner, mutant)
     assert answer["code"] in (FAILED, -1), answer["output"]
     # Red because an assertion or a typed error says so, not because the edit does not run at all.
     for accident in ("SyntaxError", "NameError", "ImportError", "no tests ran", "not found"):
@@ -73,8 +74,11 @@ def test_the_edit_is_noticed(runner, mutant, long_run, only_seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("test", sorted({(mutant.test, mutant.backend) for mutant in MUTANTS}))
+@pytest.mark.parametrize(
+    "test", sorted({(mutant.test, mutant.backend, mutant.options) for mutant in MUTANTS})
+)
 def test_without_an_edit_the_same_test_is_green(runner, test):
-    name, backend = test
-    answer = run(runner, "backends/__init__.py", "\x00", "\x00", name, backend)
+    name, backend, options = test
+    unchanged = Mutant("none", "backends/__init__.py", "\x00", "\x00", name, backend, options)
+    answer = run(runner, unchanged)
     assert answer["code"] == PASSED, answer["output"]

@@ -1,7 +1,7 @@
 """Runs one named test against one edited copy of the sources, many times, from one warm process.
 
     warm_runner.py FOLDER     FOLDER holds a copy of the project
-    stdin:  one JSON object a line: {"file", "old", "new", "test", "backend"}
+    stdin:  one JSON object a line: {"file", "old", "new", "test", "backend", "options"}
     stdout: one JSON object a line: {"code", "seconds", "output"}
 
 Everything slow to import is imported once; each run is a fork that sees the edited file. Project
@@ -95,8 +95,9 @@ def run_test(edit: dict[str, str], output: int) -> None:
         os.dup2(output, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.dont_write_bytecode = True
-    options = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider"]
-    code = pytest.main([*options, "--backend", edit["backend"], edit["test"]])
+    options = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "--backend", edit["backend"]]
+    options += [f"--backend-option={option}" for option in edit["options"]]
+    code = pytest.main([*options, edit["test"]])
     sys.stdout.flush()
     os._exit(int(code))
 

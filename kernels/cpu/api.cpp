@@ -1,0 +1,133 @@
+// The C interface that backends/cpu/native_kernels.py calls. Whoever gets a pointer frees it.
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "instructions.h"
+#include "linear.h"
+#include "packed_matrix.h"
+#include "rows.h"
+#include "thread_pool.h"
+
+#define POLYCHIP_EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace polychip;
+
+// The threads of a chip and where its weights are put.
+struct Engine {
+  ThreadPool pool;
+  PanelMemory memory;
+  Instructions instructions;
+};
+
+namespace {
+
+void compute(Engine* engine, const Operation& operation) {
+  const Operation* operations[] = {&operation};
+  engine->pool.run(operations, 1);
+}
+
+}  // namespace
+
+// Changes with this interface.
+constexpr std::int32_t kVersion = 1;
+
+POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersion; }
+
+// An Instructions.
+POLYCHIP_EXPORT std::int32_t polychip_best_instructions() noexcept {
+  return static_cast<std::int32_t>(best_instructions());
+}
+
+// Null if there are no threads to be had. instructions: an Instructions, not above the best.
+POLYCHIP_EXPORT Engine* polychip_engine_open(std::int32_t threads, std::int64_t spin_ns,
+                                             std::int32_t instructions) noexcept {
+  try {
+    return new Engine{{threads, spin_ns}, PanelMemory(threads),
+                      static_cast<Instructions>(instructions)};
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+POLYCHIP_EXPORT void polychip_engine_free(Engine* engine) noexcept { delete engine; }
+
+// Null if there is no memory. number: a Number.
+POLYCHIP_EXPORT PackedMatrix* polychip_matrix_make(Engine* engine, std::int32_t number,
+                                                   std::int64_t rows,
+                                                   std::int64_t columns) noexcept {
+  try {
+    return PackedMatrix::make(engine->memory, static_cast<Number>(number), rows, columns).release();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+POLYCHIP_EXPORT void polychip_matrix_free(PackedMatrix* matrix) noexcept { delete matrix; }
+
+POLYCHIP_EXPORT void polychip_matrix_write(PackedMatrix* matrix, std::int64_t first,
+                                           std::int64_t count, const void* source,
+                                           std::int64_t stride) noexcept {
+  matrix->write(first, count, source, stride);
+}
+
+// Rows by their numbers, one after the other into `target`.
+POLYCHIP_EXPORT void polychip_matrix_read(const PackedMatrix* matrix, const std::int64_t* rows,
+                                          std::int64_t count, void* target) noexcept {
+  auto* next = static_cast<std::byte*>(target);
+  const std::size_t row_bytes =
+      static_cast<std::size_t>(matrix->columns()) * bytes_of(matrix->number());
+  for (std::int64_t i = 0; i < count; ++i, next += row_bytes) matrix->read(rows[i], next);
+}
+
+POLYCHIP_EXPORT void polychip_linear(Engine* engine, const Product* product) noexcept {
+  compute(engine, Linear(*product, panel_kernel(product->weight->number(), engine->instructions)));
+}
+
+POLYCHIP_EXPORT void polychip_rms_norm(Engine* engine, const RmsNorm* call) noexcept {
+  compute(engine, RowOperation(*call, row_kernels(engine->instructions).rms_norm));
+}
+
+POLYCHIP_EXPORT void polychip_add_rms_norm(Engine* engine, const AddRmsNorm* call) noexcept {
+  compute(engine, RowOperation(*call, row_kernels(engine->instructions).add_rms_norm));
+}
+
+POLYCHIP_EXPORT void polychip_rotary(Engine* engine, const Rotary* call) noexcept {
+  compute(engine, RowOperation(*call, row_kernels(engine->instructions).rotary));
+}
+
+POLYCHIP_EXPORT void polychip_gated_activation(Engine* engine,
+                                               const GatedActivation* call) noexcept {
+  compute(engine, RowOperation(*call, row_kernels(engine->instructions).gated_activation));
+}
+
+// False, and nothing is written, if a token's place is not in the cache.
+POLYCHIP_EXPORT bool polychip_write_kv(Engine* engine, const WriteKV* call) noexcept {
+  for (std::int64_t token = 0; token < call->outer; ++token) {
+    const std::int64_t block = call->blocks[token], place = call->places[token];
+    if (block < 0 || block >= call->blocks_count) return false;
+    if (place < 0 || place >= call->block_tokens) return false;
+  }
+  compute(engine, RowOperation(*call, row_kernels(engine->instructions).write_kv));
+  return true;
+}
+
+// What `step` points to must stay until the plan is freed. Null if it names a block that is not there.
+POLYCHIP_EXPORT AttentionPlan* polychip_attention_plan(const Engine* engine,
+                                                       const AttentionStep* step) noexcept {
+  auto plan = std::make_unique<AttentionPlan>(*step, engine->pool.threads());
+  return plan->within_blocks() ? plan.release() : nullptr;
+}
+
+POLYCHIP_EXPORT void polychip_attention_plan_free(AttentionPlan* plan) noexcept { delete plan; }
+
+POLYCHIP_EXPORT void polychip_attention(Engine* engine, const AttentionPlan* plan,
+                                        const AttentionLayer* layer) noexcept {
+  const AttentionKernels kernels = attention_kernels(engine->instructions);
+  const AttentionPieces pieces(*plan, *layer, kernels);
+  const AttentionMerge merge(*plan, *layer, kernels);
+  const Operation* operations[] = {&pieces, &merge};
+  engine->pool.run(operations, plan->merged().empty() ? 1 : 2);
+}

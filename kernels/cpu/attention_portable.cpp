@@ -1,0 +1,3 @@
+#define POLYCHIP_ISA portable
+#define POLYCHIP_ISA_PAIRS 4
+#include "attention.inl"

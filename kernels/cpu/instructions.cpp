@@ -1,0 +1,43 @@
+#include "instructions.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace polychip {
+namespace {
+
+#if defined(__x86_64__)
+// Linux gives a process the tile registers when it asks for them.
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023;
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+Instructions found() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+    return Instructions::kPortable;
+  }
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
+      !__builtin_cpu_supports("avx512bf16")) {
+    return Instructions::kAvx2;
+  }
+  unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
+  asm volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+  constexpr unsigned kBfloat16Tiles = 1U << 22, kTiles = 1U << 24, kAll = kBfloat16Tiles | kTiles;
+  return (edx & kAll) == kAll && may_use_tiles() ? Instructions::kAmx : Instructions::kAvx512;
+}
+#else
+Instructions found() { return Instructions::kPortable; }
+#endif
+
+}  // namespace
+
+Instructions best_instructions() {
+  static const Instructions best = found();
+  return best;
+}
+
+}  // namespace polychip

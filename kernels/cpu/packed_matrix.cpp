@@ -1,0 +1,137 @@
+#include "packed_matrix.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <type_traits>
+
+namespace polychip {
+namespace {
+
+constexpr std::size_t kLineBytes = 64;
+constexpr std::size_t kLargePageBytes = std::size_t{2} << 20;
+constexpr std::size_t kSlabBytes = std::size_t{32} << 20;
+
+std::size_t rounded_up(std::size_t value, std::size_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+Slab::Slab(std::size_t bytes) {
+  // A large page more: only what begins at a multiple of one can be one.
+  const std::size_t asked = rounded_up(bytes, kLargePageBytes) + kLargePageBytes;
+  void* mapped = mmap(nullptr, asked, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return;
+  memory_ = static_cast<std::byte*>(mapped);
+  bytes_ = asked;
+  // Advice: without large pages it is slower, not wrong.
+  madvise(memory_, bytes_, MADV_HUGEPAGE);
+  used_ = rounded_up(reinterpret_cast<std::uintptr_t>(memory_), kLargePageBytes) -
+          reinterpret_cast<std::uintptr_t>(memory_);
+}
+
+Slab::~Slab() {
+  if (memory_ != nullptr) munmap(memory_, bytes_);
+}
+
+std::byte* Slab::take(std::size_t bytes) {
+  const std::size_t wanted = rounded_up(bytes, kLineBytes);
+  if (memory_ == nullptr || bytes_ - used_ < wanted) return nullptr;
+  std::byte* taken = memory_ + used_;
+  used_ += wanted;
+  return taken;
+}
+
+std::byte* PanelMemory::take(int thread, std::size_t bytes, std::shared_ptr<Slab>& keeper) {
+  std::shared_ptr<Slab> slab = slabs_[static_cast<std::size_t>(thread)].lock();
+  std::byte* taken = slab ? slab->take(bytes) : nullptr;
+  if (taken == nullptr) {
+    slab = std::make_shared<Slab>(std::max(bytes, kSlabBytes));
+    taken = slab->take(bytes);
+    slabs_[static_cast<std::size_t>(thread)] = slab;
+  }
+  keeper = slab;
+  return taken;
+}
+
+std::unique_ptr<PackedMatrix> PackedMatrix::make(PanelMemory& memory, Number number,
+                                                 std::int64_t rows, std::int64_t columns) {
+  std::unique_ptr<PackedMatrix> made(new PackedMatrix());
+  made->number_ = number;
+  made->rows_ = rows;
+  made->columns_ = columns;
+  made->padded_columns_ = (columns + kColumnTile - 1) / kColumnTile * kColumnTile;
+  made->panels_ = static_cast<std::int32_t>((rows + kPanelRows - 1) / kPanelRows);
+  made->panel_bytes_ =
+      static_cast<std::size_t>(made->padded_columns_) * kPanelRows * bytes_of(number);
+  made->panels_at_.resize(static_cast<std::size_t>(made->panels_));
+  made->keepers_.resize(static_cast<std::size_t>(memory.threads()));
+  for (int thread = 0; thread < memory.threads(); ++thread) {
+    const Range own = made->panels_of(thread);
+    const auto count = static_cast<std::size_t>(own.end - own.begin);
+    if (count == 0) continue;
+    std::byte* start = memory.take(thread, count * made->panel_bytes_,
+                                   made->keepers_[static_cast<std::size_t>(thread)]);
+    if (start == nullptr) return nullptr;
+    for (std::size_t i = 0; i < count; ++i) {
+      made->panels_at_[static_cast<std::size_t>(own.begin) + i] = start + i * made->panel_bytes_;
+    }
+  }
+  return made;
+}
+
+namespace {
+
+// Numbers of one row that lie side by side.
+template <typename T>
+constexpr std::int64_t kTogether = sizeof(T) == 2 ? 2 : 1;
+
+// Visits every number of a row where it is in its panel, in the order of the columns.
+template <typename T, typename Visit>
+void visit_row(T* panel, std::int64_t row_in_panel, std::int64_t columns, Visit visit) {
+  T* place = panel + row_in_panel * kTogether<T>;
+  for (std::int64_t column = 0; column < columns; column += kTogether<T>) {
+    for (std::int64_t i = 0; i < std::min(kTogether<T>, columns - column); ++i) {
+      visit(column + i, place[i]);
+    }
+    place += kPanelRows * kTogether<T>;
+  }
+}
+
+}  // namespace
+
+void PackedMatrix::write(std::int64_t first, std::int64_t count, const void* source,
+                         std::int64_t stride) {
+  const auto write_as = [&](const auto* numbers) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>;
+    for (std::int64_t row = first; row < first + count; ++row, numbers += stride) {
+      auto* panel = reinterpret_cast<T*>(panels_at_[static_cast<std::size_t>(row / kPanelRows)]);
+      visit_row(panel, row % kPanelRows, columns_,
+                [&](std::int64_t column, T& number) { number = numbers[column]; });
+    }
+  };
+  if (number_ == Number::kFloat32) {
+    write_as(static_cast<const float*>(source));
+  } else {
+    write_as(static_cast<const std::uint16_t*>(source));
+  }
+}
+
+void PackedMatrix::read(std::int64_t row, void* target) const {
+  const auto read_as = [&](auto* numbers) {
+    using T = std::remove_pointer_t<decltype(numbers)>;
+    const auto* panel =
+        reinterpret_cast<const T*>(panels_at_[static_cast<std::size_t>(row / kPanelRows)]);
+    visit_row(panel, row % kPanelRows, columns_,
+              [&](std::int64_t column, const T& number) { numbers[column] = number; });
+  };
+  if (number_ == Number::kFloat32) {
+    read_as(static_cast<float*>(target));
+  } else {
+    read_as(static_cast<std::uint16_t*>(target));
+  }
+}
+
+}  // namespace polychip

@@ -1,0 +1,93 @@
+// A weight [rows, columns] laid out for products with few rows of activations.
+//
+//   rows of the weight, in panels of 32        a panel, bfloat16            a panel, float32
+//   | panel 0 | panel 1 | ... | last, padded   [columns / 2][32 rows][2]    [columns][32 rows]
+//
+// One step along the columns is two cache lines of weights and one broadcast of the activation. The
+// columns are padded with zeros to whole tiles of 32. Each thread's panels are one stretch of memory,
+// and matrices packed one after the other follow each other there in the order of use, so that reading
+// runs on from matrix to matrix.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "operation.h"
+
+namespace polychip {
+
+constexpr std::int32_t kPanelRows = 32;
+constexpr std::int32_t kColumnTile = 32;
+
+enum class Number : std::int32_t { kFloat32 = 0, kBfloat16 = 1 };
+
+inline std::size_t bytes_of(Number number) { return number == Number::kFloat32 ? 4 : 2; }
+
+// Memory in large pages; who holds a piece holds its slab.
+class Slab {
+ public:
+  explicit Slab(std::size_t bytes);
+  ~Slab();
+  Slab(const Slab&) = delete;
+  Slab& operator=(const Slab&) = delete;
+
+  // The next `bytes`, aligned to a cache line; null if they do not fit, or there is no memory.
+  std::byte* take(std::size_t bytes);
+
+ private:
+  std::byte* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::size_t used_ = 0;
+};
+
+// Where the panels of each thread are put, matrix after matrix.
+class PanelMemory {
+ public:
+  explicit PanelMemory(int threads) : slabs_(static_cast<std::size_t>(threads)) {}
+  int threads() const { return static_cast<int>(slabs_.size()); }
+  // Memory of `thread`, and what keeps it; null if there is none.
+  std::byte* take(int thread, std::size_t bytes, std::shared_ptr<Slab>& keeper);
+
+ private:
+  // The last slab of each thread, if any matrix in it is left.
+  std::vector<std::weak_ptr<Slab>> slabs_;
+};
+
+class PackedMatrix {
+ public:
+  // Null if there is no memory. All numbers are zero.
+  static std::unique_ptr<PackedMatrix> make(PanelMemory& memory, Number number, std::int64_t rows,
+                                            std::int64_t columns);
+
+  Number number() const { return number_; }
+  std::int64_t rows() const { return rows_; }
+  std::int64_t columns() const { return columns_; }
+  std::int64_t padded_columns() const { return padded_columns_; }
+  std::int32_t panels() const { return panels_; }
+  Range panels_of(int thread) const { return equal_share(panels_, thread, threads()); }
+  const std::byte* panel(std::int32_t index) const {
+    return panels_at_[static_cast<std::size_t>(index)];
+  }
+
+  // Rows of the same kind of number, `count` from `first` on, each `stride` numbers after the last.
+  void write(std::int64_t first, std::int64_t count, const void* source, std::int64_t stride);
+  // One row as it was written.
+  void read(std::int64_t row, void* target) const;
+
+ private:
+  PackedMatrix() = default;
+  int threads() const { return static_cast<int>(keepers_.size()); }
+
+  Number number_ = Number::kFloat32;
+  std::int64_t rows_ = 0;
+  std::int64_t columns_ = 0;
+  std::int64_t padded_columns_ = 0;
+  std::int32_t panels_ = 0;
+  std::size_t panel_bytes_ = 0;
+  std::vector<std::byte*> panels_at_;
+  std::vector<std::shared_ptr<Slab>> keepers_;
+};
+
+}  // namespace polychip
