@@ -234,14 +234,11 @@ class NativeKernels:
     ) -> torch.Tensor:
         """Straight from the blocks; what depends on the step only is planned in its first layer."""
         key = ("native", q_to_kv, query.dtype, scale, window, soft_cap)
-        plan = cache.step_cache.get(key)
+        if key not in cache.step_cache:
+            cache.step_cache[key] = self._plan(cache, query, q_to_kv, scale, window, soft_cap)
+        plan = cache.step_cache[key]
         if plan is None:
-            starts = cache.query_starts
-            queries = max((b - a for a, b in itertools.pairwise(starts)), default=0)
-            if query.shape[-1] > HEAD_SIZE_MAX or queries > _QUERIES_MAX:
-                return self._other_attention(cache, layer, query, q_to_kv, scale, window, soft_cap)
-            plan = self._plan(cache, query, q_to_kv, scale, window, soft_cap)
-            cache.step_cache[key] = plan
+            return self._other_attention(cache, layer, query, q_to_kv, scale, window, soft_cap)
         query = _rows_of_numbers(query)
         output = torch.empty(query.shape, dtype=query.dtype)
         call = AttentionLayer(
@@ -261,7 +258,11 @@ class NativeKernels:
         scale: float,
         window: int,
         soft_cap: float,
-    ) -> "_AttentionPlan":
+    ) -> "_AttentionPlan | None":
+        """None if the other attention is to compute the step."""
+        queries = max((b - a for a, b in itertools.pairwise(cache.query_starts)), default=0)
+        if query.shape[-1] > HEAD_SIZE_MAX or queries > _QUERIES_MAX:
+            return None
         cached, tables = cache.keys[0], cache.block_tables.contiguous()
         assert query.dtype == cached.dtype, f"{query.dtype} with keys of {cached.dtype}"
         assert 0 <= min(q_to_kv) <= max(q_to_kv) < cached.shape[2], q_to_kv

@@ -51,9 +51,7 @@ class CpuRuntime(BackendRuntime):
         return cpu_implementations(lambda: self.get_device(0).scratch, engine)
 
     def _open_engine(self, threads: int) -> Engine | None:
-        wanted = self.config.options.get("kernels", _KERNELS[0])
-        if wanted not in _KERNELS:
-            raise BackendUnavailable(f"kernels is {wanted!r}; choose {', '.join(_KERNELS)}")
+        wanted = self._choice("kernels", _KERNELS)
         if wanted == "torch":
             return None
         try:
@@ -68,7 +66,7 @@ class CpuRuntime(BackendRuntime):
     def connect_ranks(
         self, device: Device, place: GroupPlace, rendezvous: GlooRendezvous
     ) -> Communicator:
-        choice = self._choice()
+        choice = self._choice("collectives", _COLLECTIVES)
         if choice == "gloo":
             return super().connect_ranks(device, place, rendezvous)
         joined = join_shared_memory(place, rendezvous, Library, SharedMemorySettings())
@@ -82,7 +80,7 @@ class CpuRuntime(BackendRuntime):
 
     @override
     def collectives(self) -> str:
-        if self._choice() == "gloo":
+        if self._choice("collectives", _COLLECTIVES) == "gloo":
             return "gloo, over TCP: the option collectives says so"
         try:
             Library()
@@ -90,10 +88,11 @@ class CpuRuntime(BackendRuntime):
             return f"gloo, over TCP: {error}"
         return "shared memory, gloo between ranks that share none"
 
-    def _choice(self) -> str:
-        choice = self.config.options.get("collectives", _COLLECTIVES[0])
-        if choice not in _COLLECTIVES:
-            raise BackendUnavailable(f"collectives is {choice!r}; choose {', '.join(_COLLECTIVES)}")
+    def _choice(self, option: str, choices: Sequence[str]) -> str:
+        """The first of the choices unless another is configured."""
+        choice = self.config.options.get(option, choices[0])
+        if choice not in choices:
+            raise BackendUnavailable(f"{option} is {choice!r}; choose {', '.join(choices)}")
         return choice
 
 

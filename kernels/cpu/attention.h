@@ -111,9 +111,6 @@ class AttentionPieces final : public Operation {
   AttentionPieces(const AttentionPlan& plan, const AttentionLayer& layer, AttentionKernels kernels)
       : plan_(plan), layer_(layer), kernels_(kernels) {}
   std::int32_t items() const override { return static_cast<std::int32_t>(plan_.pieces().size()); }
-  Range share(int thread, int threads) const override {
-    return equal_share(items(), thread, threads);
-  }
   void compute(std::int32_t item) const override { kernels_.piece(plan_, layer_, item); }
 
  private:
@@ -127,9 +124,6 @@ class AttentionMerge final : public Operation {
   AttentionMerge(const AttentionPlan& plan, const AttentionLayer& layer, AttentionKernels kernels)
       : plan_(plan), layer_(layer), kernels_(kernels) {}
   std::int32_t items() const override { return static_cast<std::int32_t>(plan_.merged().size()); }
-  Range share(int thread, int threads) const override {
-    return equal_share(items(), thread, threads);
-  }
   void compute(std::int32_t item) const override { kernels_.merge(plan_, layer_, item); }
 
  private:

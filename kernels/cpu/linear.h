@@ -49,9 +49,6 @@ class Linear final : public Operation {
  public:
   Linear(const Product& product, PanelKernel kernel) : product_(product), kernel_(kernel) {}
   std::int32_t items() const override { return product_.weight->panels(); }
-  Range share(int thread, int threads) const override {
-    return equal_share(items(), thread, threads);
-  }
   void compute(std::int32_t item) const override { kernel_(product_, item); }
 
  private:

@@ -15,12 +15,11 @@ class Operation {
  public:
   virtual ~Operation() = default;
   virtual std::int32_t items() const = 0;
-  // The items that `thread` begins with; together all items, none twice.
-  virtual Range share(int thread, int threads) const = 0;
   virtual void compute(std::int32_t item) const = 0;
 };
 
-// Equal parts of `items`, in order.
+// The part of `items` that a thread begins with: equal ones, in order. What is put near a thread, such
+// as the panels of a matrix, follows it.
 inline Range equal_share(std::int32_t items, int thread, int threads) {
   const auto edge = [&](int at) {
     return static_cast<std::int32_t>(static_cast<std::int64_t>(items) * at / threads);

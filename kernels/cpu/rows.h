@@ -107,9 +107,6 @@ class RowOperation final : public Operation {
   std::int32_t items() const override {
     return static_cast<std::int32_t>((call_.outer + rows_ - 1) / rows_);
   }
-  Range share(int thread, int threads) const override {
-    return equal_share(items(), thread, threads);
-  }
   void compute(std::int32_t item) const override {
     const std::int64_t first = item * rows_;
     const std::int64_t stop = first + rows_ < call_.outer ? first + rows_ : call_.outer;

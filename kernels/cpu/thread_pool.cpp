@@ -144,10 +144,11 @@ void ThreadPool::finish() {
   if (next_ != stop_) {
     const Operation* operation = *next_++;
     operation_.store(operation, std::memory_order_relaxed);
-    left_.store(operation->items(), std::memory_order_relaxed);
+    const std::int32_t items = operation->items();
+    left_.store(items, std::memory_order_relaxed);
     for (int thread = 0; thread < threads_; ++thread) {
       shares_[static_cast<std::size_t>(thread)].items.store(
-          packed(number, operation->share(thread, threads_)), std::memory_order_release);
+          packed(number, equal_share(items, thread, threads_)), std::memory_order_release);
     }
   }
   number_.store(number, std::memory_order_seq_cst);
