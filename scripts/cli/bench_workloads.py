@@ -3,8 +3,9 @@
 import asyncio
 import importlib
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from random import SystemRandom
@@ -230,10 +231,17 @@ def _prompt_maker(tokenizer: Path | None) -> PromptMaker:
 def _measured(comparison: Comparison) -> list[Run]:
     try:
         with watching(comparison, Console(stderr=True, highlight=False)) as watcher:
-            return asyncio.run(comparison.measure(watcher))
-    except (KeyboardInterrupt, asyncio.CancelledError):  # the latter with Python 3.10
+            return asyncio.run(_until_interrupted(comparison.measure(watcher)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo("Interrupted; nothing is shown of what was measured.", err=True)
         sys.exit(EXIT_INTERRUPTED)
+
+
+async def _until_interrupted(measuring: Coroutine[None, None, list[Run]]) -> list[Run]:
+    """Ctrl-C cancels it as a whole: with Python 3.10 KeyboardInterrupt may rise in any task."""
+    measured = asyncio.ensure_future(measuring)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, measured.cancel)
+    return await measured
 
 
 def _show(comparison: Comparison, runs: Sequence[Run]) -> None:
