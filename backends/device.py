@@ -187,6 +187,18 @@ class Device(ABC):
         """Records `function`, which works on fixed buffers, for replay; default: run eagerly."""
         return EagerProgram(function)
 
+    @property
+    def captures_steps(self) -> bool:
+        """Whether a step of a model can be captured: what changes is found in the bound cache."""
+        return False
+
+    def in_order(self, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Calls what is no kernel, such as a collective, on tensors of the chip.
+
+        Within a capture it is recorded: called at every replay, with the same bytes.
+        """
+        call(*tensors)
+
     def stream_name(self) -> str:
         """The stream that work goes to now, for records; empty where there is but one."""
         return ""

@@ -136,6 +136,13 @@ class MemoryPool(ABC):
         the kernels that use it must have been asked for by then, not be done.
         """
 
+    def bind_again(self, bound: BoundKV, rows: BatchRows) -> None:  # noqa: ARG002
+        """Binds other rows, of as many tokens, to what `bind` returned: captured work reads them.
+
+        Valid as what `bind` returns is.
+        """
+        raise UnsupportedOperation("this memory pool cannot bind rows for captured work")
+
     def copy_block(self, source: int, target: int) -> None:
         """Copies one logical block to another, all layers, in order with kernels."""
         raise UnsupportedOperation(f"this memory pool cannot copy block {source} to {target}")

@@ -19,6 +19,7 @@ from backends.errors import OutOfMemory, UnsupportedOperation
 from backends.memory import BatchRows, KVLayout, KVSpec, MemoryPool
 from backends.scratch import Lifetime
 from kernels.paged_kv import PAGED_ORDER, PagedKV
+from kernels.spec import BoundKV
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -32,6 +33,10 @@ def paged_layout(spec: KVSpec, alignment_bytes: int) -> KVLayout:
     """A block, keys and values of all layers, is padded to a multiple of `alignment_bytes`."""
     block_bytes = -(-_used_elements(spec) * spec.dtype.itemsize // alignment_bytes)
     return KVLayout(PAGED_ORDER, block_bytes * alignment_bytes, alignment_bytes)
+
+
+def _table_starts(rows: BatchRows) -> tuple[int, ...]:
+    return rows.table_starts or (0,) * len(rows.context_starts)
 
 
 def _used_elements(spec: KVSpec) -> int:
@@ -75,28 +80,44 @@ class PagedMemoryPool(MemoryPool):
     @override
     def bind(self, rows: BatchRows) -> PagedKV:
         """Index tensors only; no key or value is touched."""
+        tables, token_blocks, token_places = self._indices(rows)
+        return PagedKV(
+            keys=self._keys,
+            values=self._values,
+            block_tables=self._on_chip(tables),
+            token_blocks=self._on_chip(token_blocks),
+            token_places=self._on_chip(token_places),
+            query_starts=rows.query_starts,
+            context_starts=rows.context_starts,
+            table_starts=_table_starts(rows),
+        )
+
+    @override
+    def bind_again(self, bound: BoundKV, rows: BatchRows) -> None:
+        assert isinstance(bound, PagedKV), f"{type(bound).__name__} is of another pool"
+        tables, token_blocks, token_places = self._indices(rows)
+        bound.block_tables = self._on_chip(tables)
+        self._device.copy(torch.from_numpy(token_blocks), bound.token_blocks)
+        self._device.copy(torch.from_numpy(token_places), bound.token_places)
+        bound.query_starts = rows.query_starts
+        bound.context_starts = rows.context_starts
+        bound.table_starts = _table_starts(rows)
+        bound.renew_plans()
+
+    def _indices(self, rows: BatchRows) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Physical block tables, and of every token its block and place in it."""
         assert self._keys, "the memory pool is closed"
         tables = self._physical_tables(rows.block_tables)
         query_starts = np.asarray(rows.query_starts, dtype=np.int64)
         context_starts = np.asarray(rows.context_starts, dtype=np.int64)
-        starts = rows.table_starts or (0,) * len(rows.context_starts)
-        table_starts = np.asarray(starts, dtype=np.int64)
+        table_starts = np.asarray(_table_starts(rows), dtype=np.int64)
         assert (table_starts <= context_starts).all(), "a row begins before its first block"
         counts = np.diff(query_starts)
         row_of_token = np.repeat(np.arange(len(counts)), counts)
         first_places = context_starts - table_starts - query_starts[:-1]
         places = np.arange(query_starts[-1]) + np.repeat(first_places, counts)
         token_blocks = tables[row_of_token, places // self.spec.block_tokens]
-        return PagedKV(
-            keys=self._keys,
-            values=self._values,
-            block_tables=self._on_chip(tables),
-            token_blocks=self._on_chip(token_blocks),
-            token_places=self._on_chip(places % self.spec.block_tokens),
-            query_starts=rows.query_starts,
-            context_starts=rows.context_starts,
-            table_starts=starts,
-        )
+        return tables, token_blocks, places % self.spec.block_tokens
 
     def _physical_tables(self, block_tables: Sequence[Sequence[int]]) -> Int64Array:
         """All rows' tables as one array, mapped; a shorter row is padded with physical block 0."""

@@ -19,7 +19,7 @@ import structlog
 
 from backends.errors import BackendError
 from backends.plugin import AUTO, Backend, BackendConfig, choose_backend, find_backend
-from chip_worker.config import ACQUIRE_DEADLINE_S, WorkerConfig
+from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, WorkerConfig
 from chip_worker.errors import ConfigurationError, ModelError
 from chip_worker.exit_code import ExitCode
 from chip_worker.logs import configure_logging
@@ -89,6 +89,13 @@ _log = structlog.get_logger()
     default=256,
     show_default=True,
     help="Primitive calls that are kept and logged at a fault, with --debug-backend.",
+)
+@click.option(
+    "--captured-tokens",
+    type=click.IntRange(min=0),
+    default=CAPTURED_TOKENS,
+    show_default=True,
+    help="Steps of at most so many tokens are captured where the chip can; 0: none.",
 )
 @click.option("--chips-on-host", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Such as float32 or bfloat16.")

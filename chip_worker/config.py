@@ -7,6 +7,8 @@ from chip_worker.errors import ConfigurationError
 
 MIB = 1 << 20
 ACQUIRE_DEADLINE_S = 60.0
+CAPTURED_TOKENS = 64
+"""Beyond that a step's operations take long beside the calls that ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class WorkerConfig:
     connect_backoff_first_s: float = 0.1
     connect_backoff_max_s: float = 5.0
     join_token: str | None = None
+    captured_tokens: int = CAPTURED_TOKENS
+    """Steps of at most so many tokens are captured on chips that can, and replayed; 0: none."""
     step_credit: int = 2
     """Steps the control plane may send before a result returns."""
 
@@ -57,6 +61,10 @@ class WorkerConfig:
         for name in ("chips_on_host", "message_bytes_max", "step_credit", "debug_backend_calls"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.captured_tokens < 0:
+            raise ConfigurationError(
+                f"captured_tokens is {self.captured_tokens}; it must be 0 or more"
+            )
         if not self.acquire_deadline_s > 0.0:
             raise ConfigurationError(
                 f"acquire_deadline_s is {self.acquire_deadline_s}; it must be above 0"

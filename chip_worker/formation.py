@@ -21,13 +21,14 @@ from chip_worker.batch import FormGroup, PromptScores, RowResult, Step
 from chip_worker.config import WorkerConfig
 from chip_worker.memory_pool import open_memory_pool
 from chip_worker.memory_watch import MemoryWatch
-from chip_worker.model_runner import ModelRunner, build_batch
+from chip_worker.model_runner import ModelRunner
 from chip_worker.models.model import ModelPlace
 from chip_worker.numeric_probe import probe_numerics
 from chip_worker.prompt_scorer import PromptScorer
 from chip_worker.sampler import Sampler, sampler_requirements
 from chip_worker.shard_loader import LoadedShard
 from chip_worker.slots import PlannedRow, SlotTables
+from chip_worker.step_batch import build_batch
 from chip_worker.step_memory import StepMemory
 from chip_worker.timed_communicator import TimedCommunicator
 from chip_worker.token_scores import TokenScorer
@@ -58,6 +59,7 @@ class Formation:
     ) -> None:
         """Raises OutOfMemory, UnsupportedOperation or ModelError; the communicator is then open."""
         self.form = form
+        self._config = config
         composed = compose(communicator, device, checked=config.debug_backend is not None)
         # A rank alone waits for nobody, and a decode step makes some sixty calls.
         self._communicator = TimedCommunicator(composed) if form.world_size > 1 else composed
@@ -98,7 +100,13 @@ class Formation:
         )
         model = loaded.model(loaded.config, loaded.weights, place)
         self._runner = ModelRunner(
-            model, self._pool, kernels, memory, form.vocabulary_tokens or None
+            model,
+            self._pool,
+            kernels,
+            memory,
+            form.vocabulary_tokens or None,
+            # A debugged step names the operation it ended in.
+            0 if self._config.debug_backend is not None else self._config.captured_tokens,
         )
         scorer = TokenScorer(kernels, memory)
         self._sampler = Sampler(kernels, self._communicator, memory, self._tables, scorer)
@@ -177,6 +185,7 @@ class Formation:
     def close(self) -> None:
         """Gives back communicator, pool and scratch; waits for nobody."""
         self._communicator.close()
+        self._runner.end()
         self._give_memory_back()
         self._tables.end()
 

@@ -1,69 +1,25 @@
 """Runs the model over the rows of a step: tables in, hidden states out, logits of chosen tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from backends.interface import BatchRows, KernelTable, MemoryPool
+from backends.interface import KernelTable, MemoryPool
 from chip_worker.models.model import Model
-from chip_worker.slots import PlannedRow
+from chip_worker.step_batch import StepBatch
 from chip_worker.step_memory import StepMemory
+from chip_worker.step_programs import StepPrograms
 
 GATHER_OPERATION = "embedding"
 """Hidden states of some tokens are looked up as embeddings of some ids are."""
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The tokens of a step, all rows one after the other.
-
-    ids, positions: [T] int64 on the host. rows: of every KV group. sampled_tokens: places in T of
-    the last token of every sampled row, ascending.
-    """
-
-    ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    rows: tuple[BatchRows, ...]
-    sampled_tokens: tuple[int, ...]
-
-
-def build_batch(rows: Sequence[PlannedRow]) -> StepBatch:
-    """Gathers ids, positions and block tables of planned rows; `rows` is not empty."""
-    query_starts = [0]
-    sampled_tokens: list[int] = []
-    for row in rows:
-        query_starts.append(query_starts[-1] + row.stop - row.start)
-        if row.sampled:
-            sampled_tokens.append(query_starts[-1] - 1)
-    return StepBatch(
-        ids=np.concatenate([row.slot.tokens[row.start : row.stop] for row in rows]),
-        positions=np.concatenate([np.arange(row.start, row.stop) for row in rows]),
-        rows=_group_rows(rows, tuple(query_starts)),
-        sampled_tokens=tuple(sampled_tokens),
-    )
-
-
-def _group_rows(rows: Sequence[PlannedRow], query_starts: tuple[int, ...]) -> tuple[BatchRows, ...]:
-    """The same tokens in the block tables of one KV group after the other."""
-    context_starts = tuple(row.start for row in rows)
-    return tuple(
-        BatchRows(
-            query_starts,
-            context_starts,
-            block_tables=tuple(table.block_ids for table in tables),
-            table_starts=tuple(table.start for table in tables),
-        )
-        for tables in zip(*(row.slot.tables for row in rows), strict=True)
-    )
 
 
 class ModelRunner:
     """The model on this rank's chip with its KV pool; sampling is a step of its own.
 
     vocabulary_tokens: ids from there on are nobody's; None if the tokenizer knows them all.
+    captured_tokens: steps of so many tokens or fewer are captured, where the device captures any.
     """
 
     def __init__(
@@ -73,19 +29,24 @@ class ModelRunner:
         kernels: KernelTable,
         memory: StepMemory,
         vocabulary_tokens: int | None = None,
+        captured_tokens: int = 0,
     ) -> None:
         self._model = model
         self._pool = pool
         self._gather = kernels.function(GATHER_OPERATION)
         self._memory = memory
         self._vocabulary_tokens = vocabulary_tokens
+        self._programs = StepPrograms(model, pool, memory.device, captured_tokens)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Computes the batch and returns the hidden states [T, H] of its tokens.
 
-        Every rank of the group must call it with the same batch. Raises whatever chip and
-        communicator raise.
+        Valid until the next call. Every rank of the group must call it with the same batch.
+        Raises whatever chip and communicator raise.
         """
+        captured = self._programs.forward(batch)
+        if captured is not None:
+            return captured
         tokens = torch.from_numpy(np.stack((batch.ids, batch.positions)))
         placed = self._memory.place(GATHER_OPERATION, tokens)
         caches = [self._pool.bind(rows) for rows in batch.rows]
@@ -107,3 +68,7 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         # Here and nowhere else: whoever draws, lists or scores sees no others.
         return None if logits is None else logits[:, : self._vocabulary_tokens]
+
+    def end(self) -> None:
+        """Drops what is captured, and with it all that refers to the pool."""
+        self._programs.end()

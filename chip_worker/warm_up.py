@@ -9,9 +9,10 @@ import torch
 
 from backends.interface import BatchRows, Communicator, MemoryPool
 from chip_worker.batch import FormGroup, RowWants, SlotSampling
-from chip_worker.model_runner import ModelRunner, StepBatch
+from chip_worker.model_runner import ModelRunner
 from chip_worker.sampler import Sampler
 from chip_worker.slots import Slot
+from chip_worker.step_batch import StepBatch
 from chip_worker.step_memory import StepMemory
 
 TOKENS_MAX = 128

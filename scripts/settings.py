@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chip_worker.config import ACQUIRE_DEADLINE_S
+from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS
 from control_plane.config import ControlPlaneConfig
 from control_plane.settings import SETTINGS
 
@@ -48,6 +48,7 @@ class ServeSettings:
     acquire_deadline_s: float = ACQUIRE_DEADLINE_S
     debug_backend: str | None = None
     debug_backend_calls: int = 256
+    captured_tokens: int = CAPTURED_TOKENS
 
     @property
     def host(self) -> str:
@@ -131,6 +132,7 @@ def worker_command(settings: ServeSettings, chip_index: int, worker_port: int) -
     for option in settings.backend_options.get(chip.backend, ()):
         command += ["--backend-option", option]
     command += ["--acquire-deadline", str(settings.acquire_deadline_s)]
+    command += ["--captured-tokens", str(settings.captured_tokens)]
     command += ["--log-level", settings.log_level, "--exit-with-parent"]
     if settings.debug_backend is not None:
         command += ["--debug-backend", settings.debug_backend]

@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,10 @@ from backends.arena import Arena
 from backends.cpu.arena import MappedArena
 from backends.cpu.host import CpuChip, host_memory
 from backends.cpu.kernel_library import Engine, PackedMatrix, packed_bytes
-from backends.device import Device, Matrix, MemoryInfo
-from backends.errors import BackendUnavailable, OutOfMemory
+from backends.cpu.program import ProgramMemory, RecordedProgram, Recorder
+from backends.device import CapturedProgram, Device, Matrix, MemoryInfo
+from backends.errors import BackendUnavailable, OutOfMemory, UnsupportedOperation
+from backends.scratch import Lifetime
 
 # Below this the operating system is not asked how much memory is left: asking takes longer.
 _ASKS_FROM_BYTES = 64 << 20
@@ -36,6 +38,8 @@ class CpuDevice(Device):
         self._limit_bytes = limit_bytes
         self._engine = engine
         self._used_bytes = 0
+        self._program_memory = ProgramMemory(self.scratch)
+        self._recorder: Recorder | None = None
         _pin_process(chip.cores)
         torch.set_num_threads(len(chip.cores))
 
@@ -123,8 +127,41 @@ class CpuDevice(Device):
         self._used_bytes -= freed_bytes
 
     @override
+    def reclaim(self, lifetime: Lifetime) -> None:
+        """With a model its programs end, whose memory was scratch of it."""
+        if lifetime is Lifetime.MODEL:
+            self._program_memory = ProgramMemory(self.scratch)
+
+    @override
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(source)
+        self.in_order(_copy, source, target)
+
+    @property
+    @override
+    def captures_steps(self) -> bool:
+        """With the native kernels."""
+        return self._engine is not None
+
+    @override
+    def capture(self, function: Callable[[], None]) -> CapturedProgram:
+        if self._engine is None:
+            return super().capture(function)
+        if self._recorder is not None:
+            raise UnsupportedOperation("a capture within a capture")
+        self._recorder = Recorder(self._engine, self._program_memory)
+        try:
+            function()
+        finally:
+            self._recorder.end()
+            parts, self._recorder = self._recorder.parts, None
+        return RecordedProgram(parts, function)
+
+    @override
+    def in_order(self, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+        if self._recorder is None:
+            call(*tensors)
+        else:
+            self._recorder.add_call(call, *tensors)
 
     @override
     def copy_each(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -139,6 +176,10 @@ class CpuDevice(Device):
             return MemoryInfo(total, available, shared=True)
         left_bytes = self._limit_bytes - self._used_bytes
         return MemoryInfo(self._limit_bytes, max(0, min(left_bytes, available)))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def _pin_process(cores: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,7 @@ import kernels
 from backends.errors import BackendUnavailable
 
 LIBRARY_PATH = Path(kernels.__file__).parent / "cpu" / "build" / "libpolychip_kernels.so"
-VERSION = 1
+VERSION = 2
 """The interface this module was written for; kVersion in kernels/cpu/api.cpp."""
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
@@ -56,6 +57,23 @@ class Product(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("output_stride", ctypes.c_int64),
         ("output_number", ctypes.c_int32),
+    )
+
+
+class Lookup(ctypes.Structure):
+    """Lookup in kernels/cpu/rows.h."""
+
+    _fields_ = (
+        ("number", ctypes.c_int32),
+        ("outer", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("first_row", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("table", Rows),
+        ("table_rows", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("output", Rows),
     )
 
 
@@ -193,17 +211,23 @@ def load_library() -> ctypes.CDLL:
     for name, result, arguments in (
         ("engine_open", pointer, (ctypes.c_int32, number, ctypes.c_int32)),
         ("engine_free", None, (pointer,)),
+        ("program_make", pointer, ()),
+        ("program_free", None, (pointer,)),
+        ("program_run", None, (pointer, pointer)),
+        ("record", None, (pointer, pointer)),
         ("matrix_make", pointer, (pointer, ctypes.c_int32, number, number)),
         ("matrix_free", None, (pointer,)),
         ("matrix_write", None, (pointer, number, number, pointer, number)),
         ("matrix_read", None, (pointer, pointer, number, pointer)),
         ("linear", None, (pointer, ctypes.POINTER(Product))),
+        ("lookup", None, (pointer, ctypes.POINTER(Lookup))),
         ("rms_norm", None, (pointer, ctypes.POINTER(RmsNorm))),
         ("add_rms_norm", None, (pointer, ctypes.POINTER(AddRmsNorm))),
         ("rotary", None, (pointer, ctypes.POINTER(Rotary))),
         ("gated_activation", None, (pointer, ctypes.POINTER(GatedActivation))),
         ("write_kv", ctypes.c_bool, (pointer, ctypes.POINTER(WriteKV))),
         ("attention_plan", pointer, (pointer, ctypes.POINTER(AttentionStep))),
+        ("attention_plan_renew", ctypes.c_bool, (pointer, pointer, ctypes.POINTER(AttentionStep))),
         ("attention_plan_free", None, (pointer,)),
         ("attention", None, (pointer, pointer, ctypes.POINTER(AttentionLayer))),
     ):
@@ -259,6 +283,13 @@ class PackedMatrix:
         return found
 
 
+class Outputs(Protocol):
+    """Where results of recorded operations are put."""
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Contents undefined. Raises OutOfMemory."""
+
+
 class Engine:
     """The threads of one chip, whoever calls among them, and its packed weights."""
 
@@ -282,3 +313,11 @@ class Engine:
                 f"cannot start {threads} threads: raise the limit of processes"
             )
         weakref.finalize(self, self.library.polychip_engine_free, self.address).atexit = False
+        self.recorded_outputs: Outputs | None = None
+        """Set while operations are recorded instead of computed."""
+
+    def output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """For the result of an operation; contents undefined."""
+        if self.recorded_outputs is None:
+            return torch.empty(shape, dtype=dtype)
+        return self.recorded_outputs.allocate(shape, dtype)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 
 from backends.cpu.attention import PagedAttention
-from backends.cpu.kernel_library import Engine, PackedMatrix
+from backends.cpu.kernel_library import Engine
 from backends.cpu.native_kernels import NativeKernels
 from backends.cpu.sampling import adjust_logits, sample, token_logprobs
 from backends.scratch import ScratchArena
@@ -21,23 +21,17 @@ _LOGITS_ROWS = 1024
 
 
 def embedding(
-    ids: torch.Tensor, weight: torch.Tensor | PackedMatrix, first_row: int, scale: float
+    ids: torch.Tensor, weight: torch.Tensor, first_row: int, scale: float
 ) -> torch.Tensor:
     """A lookup; the mask is skipped where the whole vocabulary is on this chip."""
     if first_row == 0 and bool(((ids >= 0) & (ids < weight.shape[0])).all()):
-        found = _rows_of(weight, ids)
+        found = functional.embedding(ids, weight)
     else:
         local = ids - first_row
         foreign = (local < 0) | (local >= weight.shape[0])
-        found = _rows_of(weight, local.masked_fill(foreign, 0))
+        found = functional.embedding(local.masked_fill(foreign, 0), weight)
         found.masked_fill_(foreign[:, None], 0)
     return found if scale == 1.0 else found.float().mul_(scale).to(found.dtype)
-
-
-def _rows_of(weight: torch.Tensor | PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
-    if isinstance(weight, PackedMatrix):
-        return weight.read(rows)
-    return functional.embedding(rows, weight)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -119,6 +113,7 @@ _PAGED = Support(layouts=(PAGED_ORDER,))
 _PAGED_ATTENTION = Support(layouts=(PAGED_ORDER,), features=(WINDOW, SOFT_CAP))
 
 _TORCH = (
+    Implementation("embedding", "torch", embedding, _ANY),
     Implementation("linear", "torch", linear, _ANY),
     Implementation("logits", "torch", logits, _ANY),
     Implementation("rms_norm", "torch", rms_norm, _ANY),
@@ -129,7 +124,6 @@ _TORCH = (
     Implementation("write_kv", "torch", write_kv, _PAGED),
 )
 _ALWAYS = (
-    Implementation("embedding", "torch", embedding, _ANY),
     Implementation("soft_cap", "torch", soft_cap, _ANY),
     Implementation("adjust_logits", "torch", adjust_logits, _ANY),
     Implementation("sample", "numpy", sample, _ANY),

@@ -7,10 +7,11 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from backends.cpu.kernel_library import (
     HEAD_SIZE_MAX,
@@ -20,6 +21,7 @@ from backends.cpu.kernel_library import (
     AttentionStep,
     Engine,
     GatedActivation,
+    Lookup,
     PackedMatrix,
     Product,
     RmsNorm,
@@ -27,10 +29,11 @@ from backends.cpu.kernel_library import (
     Rows,
     WriteKV,
 )
-from kernels.paged_kv import PAGED_ORDER, PagedKV
+from backends.errors import UnsupportedOperation
+from kernels.paged_kv import PAGED_ORDER, PagedKV, StepPlan
 from kernels.spec import SOFT_CAP, WINDOW, Implementation, Support
 
-_QUERIES_MAX = 8
+_QUERIES_MAX = 1000
 """Of a row: above it torch's products of matrices win."""
 
 _SILU, _GELU = 0, 1
@@ -50,6 +53,7 @@ class NativeKernels:
         self._library = engine.library
         self._owner = engine
         self._engine = engine.address
+        self._empty = engine.output
         self._other_attention = other_attention
         self._name = f"native, {engine.instructions}"
 
@@ -61,6 +65,7 @@ class NativeKernels:
         return [
             Implementation(operation, self._name, function, support)
             for operation, function, support in (
+                ("embedding", self.embedding, numbers),
                 ("linear", self.linear, numbers),
                 ("logits", self.logits, numbers),
                 ("rms_norm", self.rms_norm, numbers),
@@ -72,6 +77,32 @@ class NativeKernels:
                 ("attention", self.attention, attention),
             )
         ]
+
+    def embedding(
+        self, ids: torch.Tensor, weight: PackedMatrix | torch.Tensor, first_row: int, scale: float
+    ) -> torch.Tensor:
+        """Of a packed weight or of rows in memory; an id that is in neither gives zeros."""
+        assert ids.dtype == torch.int64, ids.dtype
+        ids = self._contiguous(ids)
+        address, table = None, Rows(None, 0, 0)
+        if isinstance(weight, PackedMatrix):
+            address = weight.address
+        else:
+            table = _rows(self._side_by_side(weight))
+        output = self._empty((len(ids), weight.shape[1]), weight.dtype)
+        call = Lookup(
+            NUMBERS[weight.dtype],
+            *output.shape,
+            ids.data_ptr(),
+            first_row,
+            address,
+            table,
+            weight.shape[0],
+            scale,
+            _rows(output),
+        )
+        self._library.polychip_lookup(self._engine, byref(call))
+        return output
 
     def linear(
         self,
@@ -100,10 +131,10 @@ class NativeKernels:
         assert x.shape[1] == weight.shape[1], f"{tuple(x.shape)} with {tuple(weight.shape)}"
         if bias is not None:
             assert bias.dtype == x.dtype, f"{x.dtype} with a bias of {bias.dtype}"
-            bias = bias.contiguous()
-        x = _rows_of_numbers(x)
+            bias = self._contiguous(bias)
+        x = self._side_by_side(x)
         rows, outputs = x.shape[0], weight.shape[0]
-        output = torch.empty((rows, outputs), dtype=dtype)
+        output = self._empty((rows, outputs), dtype)
         call = Product(
             weight.address,
             x.data_ptr(),
@@ -121,9 +152,9 @@ class NativeKernels:
         """Any leading dimensions."""
         shape, size = x.shape, x.shape[-1]
         assert weight.dtype == x.dtype, f"{x.dtype} with a weight of {weight.dtype}"
-        x = _rows_of_numbers(x if x.dim() in (2, 3) else x.reshape(-1, size))
+        x = self._side_by_side(x) if x.dim() in (2, 3) else self._contiguous(x).view(-1, size)
         outer, inner = x.shape[0], x.shape[1] if x.dim() == 3 else 1
-        output = torch.empty(x.shape, dtype=x.dtype)
+        output = self._empty(x.shape, x.dtype)
         call = RmsNorm(
             NUMBERS[x.dtype],
             outer,
@@ -142,10 +173,10 @@ class NativeKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In one pass over each row."""
         assert weight.dtype == x.dtype, f"{x.dtype} with a weight of {weight.dtype}"
-        x, residual = _rows_of_numbers(x), _rows_of_numbers(residual)
+        x, residual = self._side_by_side(x), self._side_by_side(residual)
         outer, size = x.shape
-        output = torch.empty(x.shape, dtype=x.dtype)
-        total = torch.empty(x.shape, dtype=torch.float32)
+        output = self._empty(x.shape, x.dtype)
+        total = self._empty(x.shape, torch.float32)
         call = AddRmsNorm(
             NUMBERS[x.dtype],
             outer,
@@ -165,11 +196,12 @@ class NativeKernels:
         self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """Products and sums in float32, rounded once."""
-        x, positions, cos_sin = _rows_of_numbers(x), positions.contiguous(), cos_sin.contiguous()
+        x = self._side_by_side(x)
+        positions, cos_sin = self._contiguous(positions), self._contiguous(cos_sin)
         assert positions.dtype == torch.int64, positions.dtype
         assert cos_sin.dtype == torch.float32, cos_sin.dtype
         outer, inner, size = x.shape
-        output = torch.empty(x.shape, dtype=x.dtype)
+        output = self._empty(x.shape, x.dtype)
         call = Rotary(
             NUMBERS[x.dtype],
             outer,
@@ -192,9 +224,9 @@ class NativeKernels:
         return self._activate(gate_up, _GELU)
 
     def _activate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
-        gate_up = _rows_of_numbers(gate_up)
+        gate_up = self._side_by_side(gate_up)
         outer, size = gate_up.shape[0], gate_up.shape[1] // 2
-        output = torch.empty((outer, size), dtype=gate_up.dtype)
+        output = self._empty((outer, size), gate_up.dtype)
         call = GatedActivation(
             NUMBERS[gate_up.dtype], activation, outer, size, _rows(gate_up), _rows(output)
         )
@@ -203,7 +235,7 @@ class NativeKernels:
 
     def write_kv(self, cache: PagedKV, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Copies each token's heads into its block."""
-        key, value = _rows_of_numbers(key), _rows_of_numbers(value)
+        key, value = self._side_by_side(key), self._side_by_side(value)
         cached = cache.keys[layer]
         assert key.shape == value.shape == (len(cache.token_blocks), *cached.shape[2:]), key.shape
         assert key.dtype == value.dtype == cached.dtype, f"{key.dtype} into {cached.dtype}"
@@ -235,12 +267,16 @@ class NativeKernels:
         """Straight from the blocks; what depends on the step only is planned in its first layer."""
         key = ("native", q_to_kv, query.dtype, scale, window, soft_cap)
         if key not in cache.step_cache:
-            cache.step_cache[key] = self._plan(cache, query, q_to_kv, scale, window, soft_cap)
+            planned = None
+            if self._attends(cache, query):
+                scores = _Scores(q_to_kv, scale, window, soft_cap)
+                planned = _AttentionPlan(self._owner, cache, query, scores)
+            cache.step_cache[key] = planned
         plan = cache.step_cache[key]
         if plan is None:
             return self._other_attention(cache, layer, query, q_to_kv, scale, window, soft_cap)
-        query = _rows_of_numbers(query)
-        output = torch.empty(query.shape, dtype=query.dtype)
+        query = self._side_by_side(query)
+        output = self._empty(query.shape, query.dtype)
         call = AttentionLayer(
             cache.keys[layer].data_ptr(),
             cache.values[layer].data_ptr(),
@@ -250,28 +286,88 @@ class NativeKernels:
         self._library.polychip_attention(self._engine, plan.address, byref(call))
         return output
 
-    def _plan(
+    def _attends(self, cache: PagedKV, query: torch.Tensor) -> bool:
+        """False if the other attention is to compute the step."""
+        recorded = self._owner.recorded_outputs is not None
+        if query.shape[-1] > HEAD_SIZE_MAX:
+            if recorded:
+                raise UnsupportedOperation(
+                    f"attention of heads of {query.shape[-1]} cannot be captured, "
+                    f"only up to {HEAD_SIZE_MAX}"
+                )
+            return False
+        queries = max((b - a for a, b in itertools.pairwise(cache.query_starts)), default=0)
+        return recorded or queries <= _QUERIES_MAX
+
+    def _side_by_side(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The numbers of a row side by side, as the kernels read them; rows may lie anywhere."""
+        if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+            return tensor
+        return self._contiguous(tensor)
+
+    def _contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        if self._owner.recorded_outputs is not None:
+            raise UnsupportedOperation(f"a copy of strides {tensor.stride()} cannot be captured")
+        return tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """How scores are made, as `attention` in `kernels.spec` takes it."""
+
+    q_to_kv: tuple[int, ...]
+    scale: float
+    window: int
+    soft_cap: float
+
+
+class _AttentionPlan(StepPlan):
+    """A native plan, and what it points to."""
+
+    def __init__(
         self,
+        engine: Engine,
         cache: PagedKV,
         query: torch.Tensor,
-        q_to_kv: tuple[int, ...],
-        scale: float,
-        window: int,
-        soft_cap: float,
-    ) -> "_AttentionPlan | None":
-        """None if the other attention is to compute the step."""
-        queries = max((b - a for a, b in itertools.pairwise(cache.query_starts)), default=0)
-        if query.shape[-1] > HEAD_SIZE_MAX or queries > _QUERIES_MAX:
-            return None
-        cached, tables = cache.keys[0], cache.block_tables.contiguous()
+        scores: "_Scores",
+    ) -> None:
+        """Raises IndexError for a block that is not there."""
+        cached = cache.keys[0]
         assert query.dtype == cached.dtype, f"{query.dtype} with keys of {cached.dtype}"
-        assert 0 <= min(q_to_kv) <= max(q_to_kv) < cached.shape[2], q_to_kv
-        starts, contexts, table_starts, heads = (
+        heads = scores.q_to_kv
+        assert 0 <= min(heads) <= max(heads) < cached.shape[2], heads
+        self._engine = engine
+        self._library = engine.library
+        self._query_shape = query.shape
+        self._q_to_kv = np.array(heads, dtype=np.int64)
+        self._scores = scores
+        step = self._describe(cache)
+        self.address = self._library.polychip_attention_plan(engine.address, byref(step))
+        if not self.address:
+            raise _no_such_block(cache)
+        free = self._library.polychip_attention_plan_free
+        weakref.finalize(self, free, self.address).atexit = False
+
+    @override
+    def renew(self, cache: PagedKV) -> None:
+        step = self._describe(cache)
+        if not self._library.polychip_attention_plan_renew(
+            self._engine.address, self.address, byref(step)
+        ):
+            raise _no_such_block(cache)
+
+    def _describe(self, cache: PagedKV) -> AttentionStep:
+        cached, tables = cache.keys[0], cache.block_tables.contiguous()
+        starts, contexts, table_starts = self._kept = [
             np.array(numbers, dtype=np.int64)
-            for numbers in (cache.query_starts, cache.context_starts, cache.table_starts, q_to_kv)
-        )
-        step = AttentionStep(
-            NUMBERS[query.dtype],
+            for numbers in (cache.query_starts, cache.context_starts, cache.table_starts)
+        ]
+        self._tables = tables
+        _, query_heads, head_size = self._query_shape
+        return AttentionStep(
+            NUMBERS[cached.dtype],
             len(contexts),
             starts.ctypes.data,
             contexts.ctypes.data,
@@ -281,36 +377,18 @@ class NativeKernels:
             cached.shape[0],
             cache.block_tokens,
             cached.stride(0) * cached.element_size(),
-            query.shape[1],
+            query_heads,
             cached.shape[2],
-            query.shape[2],
-            heads.ctypes.data,
-            scale,
-            window,
-            soft_cap,
-        )
-        address = self._library.polychip_attention_plan(self._engine, byref(step))
-        if not address:
-            raise IndexError(f"a block table names a block that is not of the {cached.shape[0]}")
-        return _AttentionPlan(
-            address,
-            self._library.polychip_attention_plan_free,
-            (starts, contexts, table_starts, tables, heads),
+            head_size,
+            self._q_to_kv.ctypes.data,
+            self._scores.scale,
+            self._scores.window,
+            self._scores.soft_cap,
         )
 
 
-class _AttentionPlan:
-    """A native plan, and what it points to."""
-
-    def __init__(self, address: int, free: Callable[[int], None], kept: tuple[Any, ...]) -> None:
-        self.address = address
-        self._kept = kept
-        weakref.finalize(self, free, address).atexit = False
-
-
-def _rows_of_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a row side by side, as the kernels read them; rows may lie anywhere."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+def _no_such_block(cache: PagedKV) -> IndexError:
+    return IndexError(f"a block table names a block that is not of the {cache.keys[0].shape[0]}")
 
 
 def _rows(tensor: torch.Tensor) -> Rows:

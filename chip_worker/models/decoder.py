@@ -42,7 +42,9 @@ class DecoderModel(Model):
         self._epsilon = config.norm_epsilon
         self._rms_norm = kernels.function("rms_norm")
         self._add_rms_norm = kernels.function("add_rms_norm")
-        self._embedding = VocabularyEmbedding(kernels, communicator, shard, config.embedding_scale)
+        self._embedding = VocabularyEmbedding(
+            kernels, communicator, place.memory.device, shard, config.embedding_scale
+        )
         project = SummedProjection(kernels, communicator, place.memory, overlaps=place.overlaps)
         self._attention = Attention(kernels, project, shard, config)
         self._mlp = MLP(kernels, project, config.activation)

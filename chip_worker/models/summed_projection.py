@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from backends.interface import Communicator, KernelTable, Matrix
+from backends.interface import Communicator, Device, KernelTable, Matrix
 from chip_worker.step_memory import StepMemory
 
 CHUNK_TOKENS = 256
@@ -39,7 +39,7 @@ class SummedProjection:
         if self._overlaps and x.shape[0] >= 2 * CHUNK_TOKENS:
             return self._in_chunks(x, weight, bias)
         output: torch.Tensor = self._linear(x, weight, bias, None)
-        self._communicator.all_reduce(output).wait_stream()
+        sum_over_ranks(self._memory.device, self._communicator, output)
         return output
 
     def _in_chunks(
@@ -54,6 +54,12 @@ class SummedProjection:
         for work in sums:
             work.wait_stream()
         return output
+
+
+def sum_over_ranks(device: Device, communicator: Communicator, tensor: torch.Tensor) -> None:
+    """In place, on all ranks, in order with kernels."""
+    if communicator.world_size > 1:
+        device.in_order(lambda part: communicator.all_reduce(part).wait_stream(), tensor)
 
 
 def _chunks(tokens: int) -> Iterator[slice]:

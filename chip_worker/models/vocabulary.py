@@ -2,7 +2,8 @@
 
 import torch
 
-from backends.interface import Communicator, KernelTable, Matrix
+from backends.interface import Communicator, Device, KernelTable, Matrix
+from chip_worker.models.summed_projection import sum_over_ranks
 from chip_worker.step_memory import StepMemory
 from chip_worker.tensor_parallel import ShardPlan
 
@@ -14,18 +15,20 @@ class VocabularyEmbedding:
         self,
         kernels: KernelTable,
         communicator: Communicator,
+        device: Device,
         shard: ShardPlan,
         scale: float,
     ) -> None:
         self._embedding = kernels.function("embedding")
         self._communicator = communicator
+        self._device = device
         self._first_row = shard.vocabulary_rows.start
         self._scale = scale
 
     def __call__(self, ids: torch.Tensor, weight: Matrix) -> torch.Tensor:
         """ids [T] int64 -> [T, H]."""
         hidden: torch.Tensor = self._embedding(ids, weight, self._first_row, self._scale)
-        self._communicator.all_reduce(hidden).wait_stream()
+        sum_over_ranks(self._device, self._communicator, hidden)
         return hidden
 
 

@@ -8,6 +8,7 @@
 #include "instructions.h"
 #include "linear.h"
 #include "packed_matrix.h"
+#include "program.h"
 #include "rows.h"
 #include "thread_pool.h"
 
@@ -20,19 +21,25 @@ struct Engine {
   ThreadPool pool;
   PanelMemory memory;
   Instructions instructions;
+  Program* recording = nullptr;  // what is asked for is added to it instead of computed
 };
 
 namespace {
 
-void compute(Engine* engine, const Operation& operation) {
-  const Operation* operations[] = {&operation};
-  engine->pool.run(operations, 1);
+template <typename... T>
+void compute(Engine* engine, const T&... operations) {
+  if (engine->recording != nullptr) {
+    (engine->recording->add(operations), ...);
+    return;
+  }
+  const Operation* list[] = {&operations...};
+  engine->pool.run(list, sizeof...(operations));
 }
 
 }  // namespace
 
 // Changes with this interface.
-constexpr std::int32_t kVersion = 1;
+constexpr std::int32_t kVersion = 2;
 
 POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersion; }
 
@@ -53,6 +60,20 @@ POLYCHIP_EXPORT Engine* polychip_engine_open(std::int32_t threads, std::int64_t 
 }
 
 POLYCHIP_EXPORT void polychip_engine_free(Engine* engine) noexcept { delete engine; }
+
+POLYCHIP_EXPORT Program* polychip_program_make() noexcept { return new Program(); }
+
+POLYCHIP_EXPORT void polychip_program_free(Program* program) noexcept { delete program; }
+
+// From now on operations are added to `program`, and not computed, until it is null. What they read and
+// write must stay as long as the program.
+POLYCHIP_EXPORT void polychip_record(Engine* engine, Program* program) noexcept {
+  engine->recording = program;
+}
+
+POLYCHIP_EXPORT void polychip_program_run(Engine* engine, const Program* program) noexcept {
+  program->run(engine->pool);
+}
 
 // Null if there is no memory. number: a Number.
 POLYCHIP_EXPORT PackedMatrix* polychip_matrix_make(Engine* engine, std::int32_t number,
@@ -84,6 +105,10 @@ POLYCHIP_EXPORT void polychip_matrix_read(const PackedMatrix* matrix, const std:
 
 POLYCHIP_EXPORT void polychip_linear(Engine* engine, const Product* product) noexcept {
   compute(engine, Linear(*product, panel_kernel(product->weight->number(), engine->instructions)));
+}
+
+POLYCHIP_EXPORT void polychip_lookup(Engine* engine, const Lookup* call) noexcept {
+  compute(engine, RowOperation(*call, row_kernels(engine->instructions).lookup));
 }
 
 POLYCHIP_EXPORT void polychip_rms_norm(Engine* engine, const RmsNorm* call) noexcept {
@@ -121,13 +146,18 @@ POLYCHIP_EXPORT AttentionPlan* polychip_attention_plan(const Engine* engine,
   return plan->within_blocks() ? plan.release() : nullptr;
 }
 
+// The same plan for another step, whose layers differ in nothing; programs go on using it. False if the
+// step names a block that is not there: the plan must then not be used.
+POLYCHIP_EXPORT bool polychip_attention_plan_renew(const Engine* engine, AttentionPlan* plan,
+                                                   const AttentionStep* step) noexcept {
+  *plan = AttentionPlan(*step, engine->pool.threads());
+  return plan->within_blocks();
+}
+
 POLYCHIP_EXPORT void polychip_attention_plan_free(AttentionPlan* plan) noexcept { delete plan; }
 
 POLYCHIP_EXPORT void polychip_attention(Engine* engine, const AttentionPlan* plan,
                                         const AttentionLayer* layer) noexcept {
   const AttentionKernels kernels = attention_kernels(engine->instructions);
-  const AttentionPieces pieces(*plan, *layer, kernels);
-  const AttentionMerge merge(*plan, *layer, kernels);
-  const Operation* operations[] = {&pieces, &merge};
-  engine->pool.run(operations, plan->merged().empty() ? 1 : 2);
+  compute(engine, AttentionPieces(*plan, *layer, kernels), AttentionMerge(*plan, *layer, kernels));
 }

@@ -1,4 +1,4 @@
-// Operations that treat every row for itself: norms, rotation, activations. See kernels/spec.py for
+// Operations that treat every row for itself: lookup, norms, rotation, activations. See kernels/spec.py for
 // what they compute; numbers are of the kind `number` unless it says otherwise.
 #pragma once
 
@@ -16,6 +16,20 @@ struct Rows {
   void* numbers;
   std::int64_t outer_stride;
   std::int64_t inner_stride;
+};
+
+// The rows of a table whose numbers are `ids` less `first_row`, times `scale`; zeros where it has none.
+// The table is a weight or, where that is null, the rows [table_rows][size] of a tensor.
+struct Lookup {
+  Number number;
+  std::int64_t outer, size;
+  const std::int64_t* ids;
+  std::int64_t first_row;
+  const PackedMatrix* weight;
+  Rows table;
+  std::int64_t table_rows;
+  float scale;
+  Rows output;
 };
 
 struct RmsNorm {
@@ -79,6 +93,7 @@ template <typename Call>
 using RowKernel = void (*)(const Call& call, std::int64_t first, std::int64_t stop);
 
 struct RowKernels {
+  RowKernel<Lookup> lookup;
   RowKernel<RmsNorm> rms_norm;
   RowKernel<AddRmsNorm> add_rms_norm;
   RowKernel<Rotary> rotary;
@@ -115,6 +130,7 @@ class RowOperation final : public Operation {
 
  private:
   static constexpr std::int64_t kNumbersOfItem = 32768;
+  static std::int64_t numbers_of_row(const Lookup& call) { return call.size; }
   static std::int64_t numbers_of_row(const RmsNorm& call) { return call.inner * call.size; }
   static std::int64_t numbers_of_row(const AddRmsNorm& call) { return call.size; }
   static std::int64_t numbers_of_row(const Rotary& call) { return call.inner * call.size; }

@@ -1,6 +1,7 @@
 // The kernels of rows.h for one set of instructions: compiled once for each, in the namespace
 // POLYCHIP_ISA.
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -53,6 +54,31 @@ void normalize(const In* input, const Weight* weight, float scale, Out* output, 
         const Floats x = read_some(input + i, count) * scale * read_some(weight + i, count);
         write_some(output + i, x, count);
       });
+}
+
+void lookup(const Lookup& call, std::int64_t first, std::int64_t stop) {
+  with_kind(call.number, [&](auto* kind) {
+    using T = std::remove_pointer_t<decltype(kind)>;
+    for (std::int64_t outer = first; outer < stop; ++outer) {
+      T* output = row_of<T>(call.output, outer);
+      const std::int64_t row = call.ids[outer] - call.first_row;
+      if (row < 0 || row >= call.table_rows) {
+        std::fill_n(output, call.size, T{0});
+        continue;
+      }
+      if (call.weight != nullptr) {
+        call.weight->read(row, output);
+      } else {
+        std::copy_n(row_of<T>(call.table, row), call.size, output);
+      }
+      if (call.scale == 1.0f) continue;
+      each_vector(
+          call.size, [&](std::int64_t i) { write(output + i, read(output + i) * call.scale); },
+          [&](std::int64_t i, std::int64_t count) {
+            write_some(output + i, read_some(output + i, count) * call.scale, count);
+          });
+    }
+  });
 }
 
 void rms_norm(const RmsNorm& call, std::int64_t first, std::int64_t stop) {
@@ -195,7 +221,7 @@ void write_kv(const WriteKV& call, std::int64_t first, std::int64_t stop) {
 
 }  // namespace
 
-const RowKernels kRowKernels = {rms_norm, add_rms_norm, rotary, gated_activation, write_kv};
+const RowKernels kRowKernels = {lookup, rms_norm, add_rms_norm, rotary, gated_activation, write_kv};
 
 }  // namespace POLYCHIP_ISA
 }  // namespace polychip

@@ -8,7 +8,7 @@ from typing import TypeVar
 import click
 from typing_extensions import override
 
-from chip_worker.config import ACQUIRE_DEADLINE_S
+from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS
 from control_plane import settings
 from scripts.cli.chip_options import chip_groups
 from scripts.topology import PACKAGED_MODELS
@@ -147,6 +147,12 @@ NETWORK_OPTIONS = (
         type=COUNT,
         default=256,
         help="Calls of primitives a worker keeps and logs at a fault, with --debug-backend.",
+    ),
+    click.option(
+        "--captured-tokens",
+        type=click.IntRange(min=0),
+        default=CAPTURED_TOKENS,
+        help="Steps of up to so many tokens are captured on chips that can, and replayed; 0: none.",
     ),
 )
 

@@ -11,8 +11,8 @@ import pytest
 from backends.block_references import BlockReferences
 from chip_worker.batch import Admission, SlotSampling, Step, StepRow
 from chip_worker.errors import DivergedError
-from chip_worker.model_runner import build_batch
 from chip_worker.slots import SlotTables
+from chip_worker.step_batch import build_batch
 
 BLOCK, CONTEXT, SLOTS, CAPACITY = 4, 60, 4, 400
 WINDOWS = {"one": (0,), "mixed": (0, 7, 7, 16), "windows only": (1, 4, 9)}

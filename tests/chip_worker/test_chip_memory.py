@@ -125,10 +125,10 @@ def held(group):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_leaves_no_scratch_and_the_epoch_its_tables_only(path, ranks):
+def test_a_step_leaves_no_scratch_and_the_epoch_its_tables_and_programs_only(path, ranks):
     group = ComputeGroup.open(path, ranks).form()
     tables = [scratch.bytes_by_operation() for scratch in held(group)]
-    assert [set(each) for each in tables] == [{"rotary"}] * ranks
+    assert [set(each) for each in tables] == [{"rotary", "capture"}] * ranks
     everything(group)
     assert [scratch.bytes_by_operation() for scratch in held(group)] == tables
     for rank in group.ranks:

@@ -54,7 +54,7 @@ def group(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_watch, "GROWTH_BYTES", 512 << 10)
     monkeypatch.setattr(memory_watch, "WINDOW_STEPS", 32)
     path = write_hugging_face(tmp_path / "model", TinyLlama(layers=1))
-    return ComputeGroup.open(path, runtime_class=LeakyRuntime)
+    return ComputeGroup.open(path, runtime_class=LeakyRuntime, captured_tokens=0)
 
 
 def serve_lengths(group, lengths):

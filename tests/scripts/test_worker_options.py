@@ -1,4 +1,4 @@
-"""`--debug-backend` of `polychip serve` reaches every worker, with and without a pattern."""
+"""Options of `polychip serve` that are for workers reach every worker."""
 
 import pytest
 
@@ -33,3 +33,10 @@ def test_workers_receive_what_serve_was_told(
         assert (received["debug_backend"], received["debug_backend_calls"]) == (pattern, calls)
     (line,) = (each for each in settings_lines(chosen) if each.split()[0] == "debug-backend")
     assert line.split()[1] == (pattern or "none")
+
+
+@pytest.mark.parametrize(("options", "tokens"), [((), 64), (("--captured-tokens", "0"), 0)])
+def test_workers_are_told_what_to_capture(options: tuple[str, ...], tokens: int) -> None:
+    chosen = settings(*options)
+    received = worker.make_context("worker", worker_command(chosen, 0, 7)[3:]).params
+    assert received["captured_tokens"] == tokens

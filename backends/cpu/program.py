@@ -1,0 +1,138 @@
+"""A step as one native program: what kernels would compute is recorded, and run without Python.
+
+    function()   linear  norm  rotary ...  all_reduce   linear ...
+                 └──── native part ─────┘  Python part  └─ native part ─┘
+
+What recorded operations return lies in memory that all programs of a chip share, for they run one
+after the other: what a program gave is gone when the next one runs.
+"""
+
+import math
+import weakref
+from bisect import insort
+from collections.abc import Callable, Sequence
+from ctypes import c_char
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from backends.cpu.kernel_library import Engine
+from backends.device import CapturedProgram
+from backends.scratch import Lifetime, ScratchArena
+
+SLAB_BYTES = 4 << 20
+ALIGNMENT_BYTES = 64
+"""A line of the cache: no two results share one."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ProgramMemory:
+    """Where recorded operations put their results: a place is free again when its tensor is gone.
+
+    scratch: where slabs are taken, as memory of the model that ends with it.
+    """
+
+    def __init__(self, scratch: ScratchArena) -> None:
+        self._scratch = scratch
+        self._slabs: list[Bytes] = []
+        self._free: list[tuple[int, int, int]] = []
+        """Slab, start and stop of every gap, in order; no two of them touch."""
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Contents undefined. Raises OutOfMemory."""
+        count = math.prod(shape)
+        size = max(1, -(-count * dtype.itemsize // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        slab, start = self._take(size)
+        place = self._slabs[slab][start : start + size]
+        # The tensor refers to the array, and nobody else does.
+        weakref.finalize(place, self._give_back, slab, start, start + size).atexit = False
+        return torch.from_numpy(place)[: count * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def _take(self, size: int) -> tuple[int, int]:
+        for position, (slab, start, stop) in enumerate(self._free):
+            if stop - start >= size:
+                rest = [(slab, start + size, stop)] if stop - start > size else []
+                self._free[position : position + 1] = rest
+                return slab, start
+        slab_bytes = max(size, SLAB_BYTES)
+        taken = self._scratch.take(Lifetime.MODEL, "capture", (slab_bytes,), torch.uint8)
+        self._slabs.append(taken.numpy())
+        self._free.append((len(self._slabs) - 1, 0, slab_bytes))
+        return self._take(size)
+
+    def _give_back(self, slab: int, start: int, stop: int) -> None:
+        insort(self._free, (slab, start, stop))
+        position = self._free.index((slab, start, stop))
+        for left in (position, position - 1):
+            if 0 <= left < len(self._free) - 1:
+                (slab, start, touching), (other, begins, stop) = self._free[left : left + 2]
+                if slab == other and touching == begins:
+                    self._free[left : left + 2] = [(slab, start, stop)]
+
+
+class Recorder:
+    """Collects the parts of one program, native ones and calls of Python, in order."""
+
+    def __init__(self, engine: Engine, memory: ProgramMemory) -> None:
+        """From now until `end` the engine records and does not compute."""
+        self._engine = engine
+        self.parts: list[Callable[[], None]] = []
+        engine.recorded_outputs = memory
+        self._begin_native()
+
+    def _begin_native(self) -> None:
+        part = _NativePart(self._engine)
+        self.parts.append(part)
+        self._engine.library.polychip_record(self._engine.address, part.address)
+
+    def add_call(self, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """`call` with the bytes of the tensors, whose places others may have before and after."""
+        self.parts.append(partial(call, *map(_borrowed, tensors)))
+        self._begin_native()
+
+    def end(self) -> None:
+        """The engine computes again."""
+        self._engine.recorded_outputs = None
+        self._engine.library.polychip_record(self._engine.address, None)
+
+
+class RecordedProgram(CapturedProgram):
+    """Keeps what the function refers to: that is what the recorded operations work on."""
+
+    def __init__(self, parts: Sequence[Callable[[], None]], function: Callable[[], None]) -> None:
+        self._parts = tuple(parts)
+        self._function = function
+
+    @override
+    def replay(self) -> None:
+        """Computes it; returns when it is done. Raises what a call of Python in it raises."""
+        for part in self._parts:
+            part()
+
+
+class _NativePart:
+    """Native operations one after the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._run = engine.library.polychip_program_run
+        self.address: int = engine.library.polychip_program_make()
+        free = engine.library.polychip_program_free
+        weakref.finalize(self, free, self.address).atexit = False
+
+    def __call__(self) -> None:
+        self._run(self._engine.address, self.address)
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes, without keeping them."""
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes_and_strides)
+    span_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    found = (c_char * span_bytes).from_address(tensor.data_ptr())
+    flat = torch.from_numpy(np.frombuffer(memoryview(found), np.uint8)).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
