@@ -7,17 +7,12 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-import kernels
 from backends.errors import BackendUnavailable
-
-LIBRARY_PATH = Path(kernels.__file__).parent / "cpu" / "build" / "libpolychip_kernels.so"
-VERSION = 2
-"""The interface this module was written for; kVersion in kernels/cpu/api.cpp."""
+from kernels.library import LibraryUnusable, open_library
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
 """Number in kernels/cpu/packed_matrix.h."""
@@ -196,17 +191,9 @@ class AttentionLayer(ctypes.Structure):
 def load_library() -> ctypes.CDLL:
     """The library. Raises BackendUnavailable saying why there is none that fits."""
     try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-    except OSError as error:
-        raise BackendUnavailable(
-            f"no native kernels ({error}): install cmake and a C++ compiler, then run scripts/setup"
-        ) from error
-    # The symbol is missing in what is no library of these kernels.
-    version = getattr(library, "polychip_kernels_version", lambda: "unknown")()
-    if version != VERSION:
-        raise BackendUnavailable(
-            f"{LIBRARY_PATH} is of version {version}, not {VERSION}: run scripts/setup"
-        )
+        library = open_library()
+    except LibraryUnusable as error:
+        raise BackendUnavailable(str(error)) from error
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("engine_open", pointer, (ctypes.c_int32, number, ctypes.c_int32)),

@@ -8,6 +8,7 @@
 #include "instructions.h"
 #include "linear.h"
 #include "packed_matrix.h"
+#include "probe.h"
 #include "program.h"
 #include "rows.h"
 #include "thread_pool.h"
@@ -46,6 +47,16 @@ POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersi
 // An Instructions.
 POLYCHIP_EXPORT std::int32_t polychip_best_instructions() noexcept {
   return static_cast<std::int32_t>(best_instructions());
+}
+
+// False if there is no memory or there are no threads for it.
+POLYCHIP_EXPORT bool polychip_probe_machine(Probe* probe) noexcept {
+  try {
+    *probe = probe_machine();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 // Null if there are no threads to be had. instructions: an Instructions, not above the best.

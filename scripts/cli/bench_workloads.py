@@ -20,7 +20,7 @@ from scripts.cli.common import Unreachable, sendable_key
 from scripts.topology import default_model_path
 from scripts.workloads.comparison import Comparison, Run, WorkloadFailed
 from scripts.workloads.prompts import PromptMaker, PromptsUnusable
-from scripts.workloads.report import document, remarks, result_table
+from scripts.workloads.report import document, machine_line, remarks, result_table
 from scripts.workloads.server import ServerUnreachable, ServerUnusable, look_at
 from scripts.workloads.watching import watching
 from scripts.workloads.workload import QUICK_WORKLOADS, WORKLOADS
@@ -119,6 +119,14 @@ def plot_file(text: str) -> Path:
     help="Answers go on over the model's own end, and are counted by the server; --no-ignore-eos "
     "is for servers that refuse the fields ignore_eos and stream_options.",
 )
+@click.option(
+    "--probe/--no-probe",
+    "probes",
+    default=None,
+    show_default="yes, unless --quick",
+    help="Measure before each run what this machine's cores and memory give now: about a second, "
+    "256 MiB.",
+)
 @click.option("--quick", is_flag=True, help="A hundredth of the work: to try, not to compare.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Host if no ADDRESS is given.")
 @click.option("--http-port", default=8000, show_default=True, help="Port if no ADDRESS is given.")
@@ -154,6 +162,7 @@ def workloads(
     tokenizer: Path | None,
     seed: int | None,
     ignore_eos: bool,
+    probes: bool | None,
     quick: bool,
     host: str,
     http_port: int,
@@ -187,6 +196,7 @@ def workloads(
             runs,
             SystemRandom().randrange(SEEDS) if seed is None else seed,
             _prompt_maker(tokenizer),
+            probes=not quick if probes is None else probes,
         )
         done = _measured(comparison)
     except ServerUnreachable as error:
@@ -249,6 +259,8 @@ def _show(comparison: Comparison, runs: Sequence[Run]) -> None:
     if not console.is_terminal:
         console.width = WIDTH_ELSEWHERE
     console.print(result_table(comparison, runs))
+    if line := machine_line(runs):
+        console.print(line, highlight=False)
     errors = Console(stderr=True, highlight=False)
     for line in remarks(comparison, runs):
         errors.print(f"Warning: {line}", soft_wrap=True, markup=False)

@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+import anyio
+
 from scripts.workloads.figures import Figures, doubts_about, figures_of
 from scripts.workloads.machine import Load
+from scripts.workloads.probe import MachineProbe, probe_machine
 from scripts.workloads.prompts import PromptMaker
 from scripts.workloads.server import KEY_REMEDY, Server
 from scripts.workloads.streaming import RequestFailed
@@ -31,13 +34,15 @@ class ContextTooSmall(WorkloadFailed):
 class Run:
     """One run of all workloads at one server.
 
-    server_index, number: from 0 and from 1. blocks_freed: by the flush before it; None: no flush,
+    server_index, number: from 0 and from 1. probe: of this machine just before; None: not probed.
+    blocks_freed: by the flush before it; None: no flush,
     only new prompts. skipped: why, by workload. doubts: why figures may not be comparable.
     """
 
     server_index: int
     number: int
     seed: int
+    probe: MachineProbe | None
     blocks_freed: int | None
     figures: dict[str, Figures] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -62,13 +67,18 @@ class Watcher(ABC):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is measured. seed: of the first run's prompts; every further run has one of its own."""
+    """What is measured.
+
+    seed: of the first run's prompts; every further run has one of its own. probes: this machine,
+    before each run.
+    """
 
     servers: Sequence[Server]
     workloads: Mapping[str, Workload]
     runs_count: int
     seed: int
     maker: PromptMaker
+    probes: bool = True
 
     @property
     def requests_each(self) -> int:
@@ -88,7 +98,8 @@ class Comparison:
         runs: list[Run] = []
         for number in range(1, self.runs_count + 1):
             for index, server in enumerate(self.servers):
-                run = Run(index, number, self.seed + len(runs), server.flush_cache())
+                probe = await anyio.to_thread.run_sync(probe_machine) if self.probes else None
+                run = Run(index, number, self.seed + len(runs), probe, server.flush_cache())
                 await self._measure_run(run, watcher, len(runs) * self.requests_each)
                 watcher.on_run(run)
                 runs.append(run)

@@ -134,6 +134,31 @@ def remarks(comparison: Comparison, runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def machine_line(runs: Sequence[Run]) -> str | None:
+    """What this machine gave before the runs, medians and spreads; None if nobody looked."""
+    probes = [run.probe for run in runs if run.probe is not None]
+    if not probes:
+        return None
+    parts = [
+        f"{label} {_spread(values)} {unit}"
+        for label, values, unit in (
+            ("barrier of two cores", [probe.barrier_ns for probe in probes], "ns"),
+            ("memory read by one core", [probe.read_one_gb_per_s for probe in probes], "GB/s"),
+            ("by all", [probe.read_every_gb_per_s for probe in probes], "GB/s"),
+        )
+        if None not in values
+    ]
+    return f"This machine before each run: {', '.join(parts)}."
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    numbers = [value for value in values if value is not None]
+    shown = _shown(median(numbers))
+    if len(numbers) == 1:
+        return shown
+    return f"{shown} ({_shown(min(numbers))} to {_shown(max(numbers))})"
+
+
 def document(
     comparison: Comparison, runs: Sequence[Run], started: datetime, *, quick: bool
 ) -> dict[str, object]:
@@ -180,6 +205,7 @@ def _run_object(comparison: Comparison, run: Run) -> dict[str, object]:
         "server_index": run.server_index,
         "number": run.number,
         "seed": run.seed,
+        "probe": None if run.probe is None else vars(run.probe),
         "blocks_freed": run.blocks_freed,
         "figures": run.figures,
         "skipped": run.skipped,

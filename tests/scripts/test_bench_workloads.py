@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner
 from starlette.responses import JSONResponse
 
+from kernels.library import LibraryUnusable
 from scripts.cli.main import main
-from scripts.workloads import comparison
+from scripts.workloads import comparison, probe
+from scripts.workloads.probe import probe_machine
 from scripts.workloads.workload import QUICK_WORKLOADS, WARM_UP, WORKLOADS
 from tests.fakes.openai_server import OpenAIServer, event
 from tests.fakes.word_tokenizer import save_word_tokenizer
@@ -133,6 +135,36 @@ def test_json_has_every_run_and_its_figures(bench):
     values = [run["figures"]["W1"]["ttft_p50_ms"] for run in result["runs"]]
     assert w1[1]["median"] == pytest.approx(sum(values) / 2)
     assert (w1[1]["least"], w1[1]["most"], w1[1]["ratio"]) == (min(values), max(values), None)
+
+
+def test_the_machine_is_probed_before_each_run_if_asked(bench):
+    with OpenAIServer() as server:
+        probed = bench(server.address, "--runs", "2", "--probe", "--workloads", "W1", "--json")
+        plain = bench(server.address, "--runs", "1", "--workloads", "W1", "--json")
+        table = bench(server.address, "--runs", "1", "--probe", "--workloads", "W1")
+    probes = [run["probe"] for run in measured(probed)["runs"]]
+    assert [run["probe"] for run in measured(plain)["runs"]] == [None]
+    assert len(probes) == 2
+    if probe_machine() is None:
+        pytest.skip("the native kernels are not built")
+    for each in probes:
+        assert each["read_one_gb_per_s"] > 0
+        assert each["read_every_gb_per_s"] > 0
+        # None where the cores were never free together, too.
+        assert each["barrier_ns"] is None or each["barrier_ns"] > 0
+    assert "This machine before each run: " in table.stdout
+    assert " GB/s." in table.stdout
+
+
+def test_without_native_kernels_there_is_no_probe(bench, monkeypatch):
+    def missing():
+        raise LibraryUnusable("none")
+
+    monkeypatch.setattr(probe, "open_library", missing)
+    with OpenAIServer() as server:
+        result = bench(server.address, "--runs", "1", "--probe", "--workloads", "W1")
+    assert result.exit_code == 0, result.output
+    assert "This machine" not in result.stdout
 
 
 def test_servers_take_turns_with_new_prompts_and_polychip_is_flushed(bench):
