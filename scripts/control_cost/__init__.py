@@ -1,0 +1,1 @@
+"""What the control plane costs, stage by stage; `polychip bench control` is the way in."""
