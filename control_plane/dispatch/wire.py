@@ -9,6 +9,7 @@ Decoders check shape; whether a message is of the right term and epoch, its stre
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from control_plane.errors import ProtocolError
 from control_plane.request import Sampling
@@ -149,9 +150,9 @@ def encode_step(plan: StepPlan, term: int) -> bytes:
         drop_slot=[slot for slot, _, _ in plan.drops],
         drop_kv_group=[kv_group for _, kv_group, _ in plan.drops],
         drop_count=[count for _, _, count in plan.drops],
-        row_slot=[row.slot for row in plan.rows],
-        row_tokens=[row.tokens_count for row in plan.rows],
-        sampled_row=[index for index, row in enumerate(plan.rows) if row.sampled],
+        row_slot=[slot for slot, _, _ in plan.rows],
+        row_tokens=[tokens_count for _, tokens_count, _ in plan.rows],
+        sampled_row=[index for index, (_, _, sampled) in enumerate(plan.rows) if sampled],
         state_digest=plan.digest,
     )
     return worker_pb2.AttachResponse(step=step).SerializeToString()
@@ -357,6 +358,10 @@ def _decode_rows(result: worker_pb2.StepResult) -> tuple[RowResult, ...]:
     token_ids, logprobs = tuple(result.token_ids), tuple(result.logprobs)
     _check_column("top_count", result.top_count, sum(counts))
     tops = _decode_tops("top", result.top_count, result.top_ids, result.top_logprobs)
+    if not (logprobs or tops or result.status or result.logits):
+        # Nothing but tokens, as in most steps.
+        ends = accumulate(counts)
+        return tuple(RowResult(token_ids[end - n : end]) for n, end in zip(counts, ends, strict=True))
     rows = []
     start = 0
     for index, count in enumerate(counts):

@@ -274,6 +274,7 @@ class GroupScheduler:
             live.cached_tokens = placement.planned_count
         if live.admitted_at is None:
             live.admitted_at = now
+        live.renew_facts()
         self.waiting.remove(live)
         insort(self.running, live, key=lambda other: other.arrival)
         self._admitted_at[live.request_id] = now
@@ -360,6 +361,7 @@ class GroupScheduler:
     def _retract(self, live: LiveRequest, now: float) -> None:
         live.retractions += 1
         self.retracted_count += 1
+        live.renew_facts()
         live.stage = Stage.RETRACTING
         self.running.remove(live)
         self.retracting.append(live)
@@ -417,7 +419,8 @@ class GroupScheduler:
             if result:
                 deltas.append(token_delta(row.live, result))
                 row.live.token_ids.extend(result.token_ids)
-            self.blocks.acknowledge(row.live, row.placement, now)
+            if row.is_prefill:
+                self.blocks.acknowledge(row.live, row.placement, now)
             if row.live.stage is Stage.RETRACTING and not row.placement.rows_in_flight:
                 self._finish_retraction(row.live, now)
         return Tokens(tuple(deltas), tuple(prompt_deltas)), failed

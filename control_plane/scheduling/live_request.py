@@ -96,7 +96,7 @@ class LiveRequest:
     front: it lost its group and goes before everyone else. alone: it was running at so many
     group deaths that it shares no step. held_since: when it lost the last group it could use.
     admitted_at: when it first got a slot. scored_count: prompt tokens whose scores are delivered;
-    it includes the first, which has none.
+    it includes the first, which has none. facts: what usage reports, as of the latest `renew_facts`.
     """
 
     request: Request
@@ -117,6 +117,7 @@ class LiveRequest:
     retractions: int = 0
     group_deaths: int = 0
     cached_tokens: int | None = None
+    facts: RequestFacts = RequestFacts()
     match: Match | None = None
     block_hashes: list[int] = field(default_factory=list)
     block_hashes_tokens: int = 0
@@ -162,10 +163,10 @@ class LiveRequest:
         a full hit gives up its last block."""
         return (len(self.token_ids) - 1) // block_tokens
 
-    def facts(self) -> RequestFacts:
-        """What usage reports."""
+    def renew_facts(self) -> None:
+        """To be called as it gets a slot, or begins to lose it: what usage reports changes then."""
         waited_until = self.arrived_at if self.admitted_at is None else self.admitted_at
-        return RequestFacts(
+        self.facts = RequestFacts(
             group_id=self.group_id,
             cached_tokens=self.cached_tokens or 0,
             failovers=self.failovers,

@@ -4,11 +4,13 @@
     dispatch  --WorkerAttached, StepDone-->         --FormGroup, SendStep, ...-->    dispatch
 
 `core.handle(event, now) -> list[Effect]`; `now` is seconds of a monotonic clock. All records are
-frozen plain values, so that either side can move to another process.
+frozen plain values, so that either side can move to another process. Those that every row of every
+step needs are named tuples, which are made in a third of the time.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from control_plane.errors import RequestError
 from control_plane.request import Request, Sampling
@@ -35,8 +37,7 @@ class Admission:
     adapter: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """A slot computes `tokens_count` tokens; `sampled`: and draws the next one."""
 
     slot: int
@@ -211,8 +212,7 @@ class TopTokens:
     logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """A sampled row's outcome, in the order of the step's sampled rows.
 
     token_ids: drawn tokens (one today). tops: the likeliest tokens at the place of each, if asked
@@ -295,8 +295,7 @@ class Accepted:
     tokens_max: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """New tokens of one request; first_index is the output index of token_ids[0]."""
 
     request_id: str

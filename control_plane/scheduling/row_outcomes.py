@@ -9,14 +9,16 @@ from control_plane.scheduling.step_planner import PlannedRow
 
 def token_delta(live: LiveRequest, result: RowResult) -> TokenDelta:
     """The tokens a row drew, as its request's next ones."""
+    request = live.request
+    # By position, which halves the time: there is one for every row of every step.
     return TokenDelta(
-        request_id=live.request_id,
-        first_index=live.output_count,
-        token_ids=result.token_ids,
-        logprobs=result.logprobs if live.request.wants_logprobs else (),
-        facts=live.facts(),
-        tops=result.tops,
-        logits=result.logits,
+        request.request_id,
+        live.output_count,
+        result.token_ids,
+        result.logprobs if request.wants_logprobs else (),
+        live.facts,
+        result.tops,
+        result.logits,
     )
 
 

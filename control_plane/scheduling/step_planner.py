@@ -1,14 +1,13 @@
 """What the next step computes: plain functions from queues and budgets to rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from control_plane.scheduling.live_request import LiveRequest, Placement
 from control_plane.scheduling.messages import StepRow
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """A row of a step and the request it belongs to, as it was placed then.
 
     It computes tokens_count tokens from index `start` on.
@@ -28,8 +27,10 @@ class PlannedRow:
         start ........ start + tokens_count       tokens it computes
           start + 1 .... start + tokens_count     tokens these score, up to the prompt's last
         """
+        if not self.placement.scoring:
+            return None
         prompt_count = self.live.prompt_count
-        if not self.placement.scoring or self.start >= prompt_count:
+        if self.start >= prompt_count:
             return None
         return min(self.start + self.tokens_count, prompt_count - 1) - self.start
 
