@@ -361,7 +361,9 @@ def _decode_rows(result: worker_pb2.StepResult) -> tuple[RowResult, ...]:
     if not (logprobs or tops or result.status or result.logits):
         # Nothing but tokens, as in most steps.
         ends = accumulate(counts)
-        return tuple(RowResult(token_ids[end - n : end]) for n, end in zip(counts, ends, strict=True))
+        return tuple(
+            RowResult(token_ids[end - n : end]) for n, end in zip(counts, ends, strict=True)
+        )
     rows = []
     start = 0
     for index, count in enumerate(counts):

@@ -96,7 +96,8 @@ class LiveRequest:
     front: it lost its group and goes before everyone else. alone: it was running at so many
     group deaths that it shares no step. held_since: when it lost the last group it could use.
     admitted_at: when it first got a slot. scored_count: prompt tokens whose scores are delivered;
-    it includes the first, which has none. facts: what usage reports, as of the latest `renew_facts`.
+    it includes the first, which has none. facts: what usage reports, see
+    `renew_facts`.
     """
 
     request: Request
@@ -117,7 +118,7 @@ class LiveRequest:
     retractions: int = 0
     group_deaths: int = 0
     cached_tokens: int | None = None
-    facts: RequestFacts = RequestFacts()
+    facts: RequestFacts = field(default_factory=RequestFacts)
     match: Match | None = None
     block_hashes: list[int] = field(default_factory=list)
     block_hashes_tokens: int = 0

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from scripts.cli.bench_control import control
 from scripts.cli.bench_workloads import workloads
 
 PROGRAM = [sys.executable, "-m", "scripts.collective_bench"]
@@ -28,6 +29,7 @@ def bench() -> None:
 
 
 bench.add_command(workloads)
+bench.add_command(control)
 
 
 @bench.command()

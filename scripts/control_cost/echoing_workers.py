@@ -7,8 +7,9 @@ import os
 import sys
 
 import anyio
+from typing_extensions import override
 
-from chip_worker.batch import Command, FormGroup, RowResult, Step, StepResult, StepTimes
+from chip_worker.batch import Command, FormGroup, RowResult, Shutdown, Step, StepResult, StepTimes
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import WorkerError
 from chip_worker.inbox import Inbox
@@ -23,13 +24,17 @@ class EchoingInbox(Inbox):
     """Takes a step and puts its result where the stream sends from."""
 
     def __init__(self) -> None:
-        super().__init__(interrupt=lambda form: None)
+        super().__init__(interrupt=lambda _: None)
         self.stream: PlaneStream | None = None
 
-    def offer(self, command: Command) -> None:  # noqa: D102
+    @override
+    def offer(self, command: Command) -> None:
         if isinstance(command, FormGroup):
             super().offer(command)
-        if not isinstance(command, Step) or self.stream is None:
+        assert self.stream is not None, "nothing is offered before it"
+        if isinstance(command, Shutdown):
+            self.stream.outbox.put_goodbye(command.reason)
+        if not isinstance(command, Step):
             return
         rows = tuple(RowResult((row.slot,), ()) for row in command.rows if row.sampled)
         times = StepTimes(command.step_id, device_ns=1)
@@ -65,7 +70,7 @@ async def serve(port: int, index: int) -> None:
         inbox.begin_term(stream.term)
         await stream.serve(alive=lambda: None)
     except WorkerError as ended:
-        print(f"chip{index}: {ended}", file=sys.stderr)
+        sys.exit(f"chip{index}: {ended}")
     finally:
         await stream.close()
 

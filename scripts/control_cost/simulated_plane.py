@@ -47,7 +47,9 @@ PROMPT_TOKENS = (64, 128)
 """Of a row that decodes, least and most: in every step some of the rows need another block."""
 FILLING_BLOCKS = 64
 """Most of one prompt that fills the cache."""
-PREFILL_TOKENS_PER_S = 1e6
+PREFILL_TOKENS_PER_S = 1e9
+"""Steps with prefill are as long as those without, and are expected to be."""
+WARM_UP_STEPS = 40
 SPARE_STEPS = 64
 """Room for so many steps beyond those that are measured."""
 EVENTS_MAX = 10_000_000
@@ -87,6 +89,7 @@ class SimulatedPlane:
             running_max=rows_count,
             queue_requests_max=1 + groups_count * rows_count,
             queue_tokens_max=1 << 40,
+            chunk_tokens=rows_count * PROMPT_TOKENS[1],
             heartbeat_timeout_s=NEVER_S,
             formation_heartbeat_timeout_s=NEVER_S,
         )
@@ -108,7 +111,11 @@ class SimulatedPlane:
         """That nobody holds, in all groups."""
         return sum(group.blocks.cached for group in self._core.snapshot(self._now).groups)
 
-    def advance(self) -> None:
+    def run(self, steps_count: int) -> None:
+        """Goes on until so many steps, of all groups together, are measured."""
+        self._advance_until(lambda: len(self.samples[APPLY]) >= steps_count)
+
+    def _advance(self) -> None:
         """Lets time pass until the next event and handles it."""
         if not self._under_way or self._wake_at <= self._under_way[0][0]:
             self._now, self._wake_at = self._wake_at, NEVER_S
@@ -232,7 +239,9 @@ class SimulatedPlane:
                 prompt_tokens = self._random.randint(*PROMPT_TOKENS)
                 self._submit(group_id, prompt_tokens, self._output_tokens)
             self._now += STEP_S / self._groups_count
-        self._advance_until(lambda: len(self.samples[APPLY]) >= 2 * self._groups_count)
+        self._advance_until(
+            lambda: len(self.samples[APPLY]) >= max(WARM_UP_STEPS, 2 * self._groups_count)
+        )
 
     def _submit(self, group_id: str, prompt_tokens: int, max_tokens: int) -> str:
         name = f"r{len(self._filling)}-{self._random.getrandbits(64):x}"
@@ -254,5 +263,5 @@ class SimulatedPlane:
         for _ in range(EVENTS_MAX):
             if condition():
                 return
-            self.advance()
+            self._advance()
         raise SimulationStuck("the simulated groups do not come to decode")

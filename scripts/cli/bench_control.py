@@ -1,0 +1,212 @@
+"""`polychip bench control`: what the control plane costs on this machine."""
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+import click
+from rich.console import Console
+from typing_extensions import override
+
+from scripts.cli.bench_workloads import (
+    STANDARD_OUTPUT,
+    WIDTH_ELSEWHERE,
+    json_target,
+    plot_file,
+)
+from scripts.cli.chat import EXIT_INTERRUPTED
+from scripts.control_cost.costs import FULL, QUICK, Costs, Extent, Watcher, measure
+from scripts.control_cost.peer import PeerFailed
+from scripts.control_cost.quiet_logs import quiet_logs
+from scripts.control_cost.report import document, step_table, stream_table
+from scripts.control_cost.simulated_plane import SimulationStuck
+
+GROUPS_MAX = 256
+BLOCKS_MAX = 1_000_000
+"""Each takes about a kilobyte of memory."""
+ROWS_MAX = 1024
+REQUESTS_MAX = 65_536
+STEPS_MAX = 100_000
+
+Draw = Callable[[Costs, Path], None]
+
+
+def numbers_up_to(most: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads whole numbers with commas between them, each from 1 to `most`; repeats count once."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        found = []
+        for part in text.split(","):
+            if not part.strip().isdecimal() or not 1 <= int(part) <= most:
+                raise click.BadParameter(
+                    f"{part.strip()!r} is no whole number from 1 to {most}; give such numbers with "
+                    "commas between them"
+                )
+            found.append(int(part))
+        return tuple(dict.fromkeys(found))
+
+    return numbers
+
+
+@click.command(short_help="Measures what the control plane costs for each step and token.")
+@click.option(
+    "--groups",
+    type=numbers_up_to(GROUPS_MAX),
+    show_default="1,10,100",
+    metavar="N,N,...",
+    help="Numbers of simulated chip groups.",
+)
+@click.option(
+    "--blocks",
+    type=numbers_up_to(BLOCKS_MAX),
+    show_default="1000,10000,100000",
+    metavar="N,N,...",
+    help="Numbers of cached blocks, over all groups together.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(1, ROWS_MAX),
+    default=FULL.rows,
+    show_default=True,
+    help="Requests that decode on each group, and clients that read.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, STEPS_MAX),
+    show_default=str(FULL.steps),
+    help="Steps that are measured for each row of the table.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=FULL.seed,
+    show_default=True,
+    help="Of the made-up prompts and tokens.",
+)
+@click.option("--quick", is_flag=True, help="Few steps, groups and blocks: to try, not to compare.")
+@click.option(
+    "--json",
+    "json_path",
+    type=json_target,
+    is_flag=False,
+    flag_value=STANDARD_OUTPUT,
+    metavar="[FILE]",
+    help="Print JSON instead of the tables, or write it to a file beside.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=plot_file,
+    metavar="FILE.png",
+    help="Draw the figures (png, svg or pdf); needs matplotlib.",
+)
+def control(
+    groups: tuple[int, ...] | None,
+    blocks: tuple[int, ...] | None,
+    rows: int,
+    steps: int | None,
+    seed: int,
+    quick: bool,
+    json_path: str | None,
+    plot_path: Path | None,
+) -> None:
+    """Measures the control plane without chips and without a model: a core with simulated groups,
+    each of which decodes, and the real servers with a process of their own at the other end.
+
+    \b
+    plan           what the next step computes
+    encode         the step as a message
+    send, receive  the step to a worker and its result back, over a loopback gRPC stream
+    apply          the result decoded, its tokens and blocks counted
+    detokenize     a token's text, and whether it ends the answer
+    stream         formatted and sent, over HTTP (server-sent events) and gRPC
+
+    Times are of this process's processors, all its threads together.
+    """
+    started = datetime.now(timezone.utc)
+    draw = None if plot_path is None else _drawing()
+    usual = QUICK if quick else FULL
+    extent = Extent(
+        groups or usual.groups, blocks or usual.blocks, rows, steps or usual.steps, seed
+    )
+    if max(extent.groups) * rows > REQUESTS_MAX:
+        raise click.UsageError(
+            f"{max(extent.groups)} groups of {rows} rows are more than {REQUESTS_MAX} requests; "
+            "give fewer --groups or --rows"
+        )
+    costs = _measured(extent)
+    content = json.dumps(document(costs, started, quick=quick), indent=2)
+    if json_path == STANDARD_OUTPUT:
+        click.echo(content)
+    else:
+        _show(costs)
+    try:
+        if json_path not in (None, STANDARD_OUTPUT):
+            Path(json_path).write_text(content + "\n")
+        if draw is not None and plot_path is not None:
+            draw(costs, plot_path)
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _drawing() -> Draw:
+    """The module that draws is loaded where a picture is asked for: matplotlib is an extra."""
+    try:
+        draw: Draw = importlib.import_module("scripts.control_cost.plot").draw
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"--plot needs matplotlib: {sys.executable} -m pip install matplotlib"
+        ) from error
+    return draw
+
+
+def _measured(extent: Extent) -> Costs:
+    try:
+        with quiet_logs(), _watching(Console(stderr=True, highlight=False)) as watcher:
+            return measure(extent, watcher)
+    except (PeerFailed, SimulationStuck) as error:
+        raise click.ClickException(str(error)) from error
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the latter with Python 3.10
+        click.echo("Interrupted; nothing is shown of what was measured.", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def _watching(console: Console) -> Iterator[Watcher]:
+    """On a terminal a line that changes, elsewhere a line for each part that is measured."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    with console.status("") as status:
+        yield _Status(status.update)
+
+
+class _Lines(Watcher):
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @override
+    def on_done(self, what: str, taken_s: float) -> None:
+        self._console.print(f"{what}: {taken_s * 1e6:.1f} µs", soft_wrap=True, markup=False)
+
+
+class _Status(Watcher):
+    def __init__(self, update: Callable[[str], None]) -> None:
+        self._update = update
+
+    @override
+    def on_next(self, what: str) -> None:
+        self._update(what)
+
+
+def _show(costs: Costs) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_ELSEWHERE
+    console.print(step_table(costs))
+    console.print(stream_table(costs))

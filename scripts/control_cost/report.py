@@ -1,0 +1,103 @@
+"""What the control plane costs, as tables for people and as JSON."""
+
+from datetime import datetime
+
+from rich import box
+from rich.table import Table
+
+from control_plane.intake.release import VERSION
+from scripts.control_cost.answer_streams import StreamCost
+from scripts.control_cost.costs import BUDGET_S, STAGES, Costs, Spread, StepCost
+from scripts.workloads.machine import machine_facts
+
+US = 1e6
+TITLES = {"plan": "Plan", "encode": "Encode", "transport": "Send, receive", "apply": "Apply"}
+
+
+def step_table(costs: Costs) -> Table:
+    """A row for every number of groups and cached blocks, a column for every stage."""
+    extent = costs.extent
+    table = Table(
+        title=f"Processor time of a step of {extent.rows} rows in µs: median (p99) of "
+        f"{extent.steps} steps",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    names = ("Groups", "Cached blocks", *(TITLES[name] for name in STAGES), "Together")
+    for name in (*names, f"Of {BUDGET_S * 1e3:g} ms"):
+        table.add_column(name, justify="right")
+    for cost in costs.steps:
+        table.add_row(
+            f"{cost.groups}",
+            f"{cost.blocks:,}",
+            *(_spread(cost.stages[name]) for name in STAGES),
+            f"{cost.total_s * US:.0f}",
+            f"{cost.total_s / BUDGET_S:.0%}",
+        )
+    return table
+
+
+def stream_table(costs: Costs) -> Table:
+    """A row for every protocol, as tokens come and coalesced."""
+    table = Table(
+        title=f"Processor time of tokens on their way to {costs.extent.rows} clients, µs",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("Protocol")
+    for name in ("Tokens an event", "Detokenize, a token", "Stream, an event", "Together, a token"):
+        table.add_column(name, justify="right")
+    for cost in costs.streams:
+        table.add_row(
+            {"http": "HTTP", "grpc": "gRPC"}[cost.protocol],
+            f"{cost.tokens_per_event:.1f}",
+            f"{cost.detokenize_s * US:.1f}",
+            f"{cost.stream_s * cost.tokens_per_event * US:.1f}",
+            f"{(cost.detokenize_s + cost.stream_s) * US:.1f}",
+        )
+    return table
+
+
+def document(costs: Costs, started: datetime, *, quick: bool) -> dict[str, object]:
+    """Everything as JSON has it; nothing is rounded."""
+    extent = costs.extent
+    return {
+        "date": started.isoformat(timespec="seconds"),
+        "polychip": VERSION,
+        "machine": machine_facts(),
+        "quick": quick,
+        "rows": extent.rows,
+        "steps": extent.steps,
+        "seed": extent.seed,
+        "budget_us": BUDGET_S * US,
+        "step_costs": [_step_object(cost) for cost in costs.steps],
+        "stream_costs": [_stream_object(cost) for cost in costs.streams],
+    }
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.median_s * US:.0f} ({spread.p99_s * US:.0f})"
+
+
+def _step_object(cost: StepCost) -> dict[str, object]:
+    return {
+        "groups": cost.groups,
+        "cached_blocks": cost.blocks,
+        "stages": {
+            name: {"median_us": spread.median_s * US, "p99_us": spread.p99_s * US}
+            for name, spread in cost.stages.items()
+        },
+        "total_us": cost.total_s * US,
+        "budget_share": cost.total_s / BUDGET_S,
+    }
+
+
+def _stream_object(cost: StreamCost) -> dict[str, object]:
+    return {
+        "protocol": cost.protocol,
+        "tokens_at_once": cost.tokens_at_once,
+        "tokens_per_event": cost.tokens_per_event,
+        "detokenize_us_per_token": cost.detokenize_s * US,
+        "stream_us_per_event": cost.stream_s * cost.tokens_per_event * US,
+        "total_us_per_token": (cost.detokenize_s + cost.stream_s) * US,
+    }
