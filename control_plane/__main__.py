@@ -15,6 +15,7 @@ import structlog
 
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
+from control_plane.full_collections import rare_full_collections
 from control_plane.intake.front import load_intake_model
 from control_plane.logs import configure_logging
 from control_plane.processors import tokenizer_threads_default
@@ -121,7 +122,8 @@ def run(config: ControlPlaneConfig) -> bool:
     shown["api_keys"] = len(config.api_keys)
     _log.info(SERVICE_SETTINGS, **shown)
     sys.setswitchinterval(THREAD_SWITCH_S)
-    return anyio.run(serve, config)
+    with rare_full_collections():
+        return anyio.run(serve, config)
 
 
 async def serve(config: ControlPlaneConfig) -> bool:

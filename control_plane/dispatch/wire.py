@@ -135,6 +135,7 @@ def encode_shutdown(reason: str, term: int) -> bytes:
 
 def encode_step(plan: StepPlan, term: int) -> bytes:
     """A step, the same bytes for every rank of its group."""
+    slots, tokens_counts, sampled = zip(*plan.rows, strict=True) if plan.rows else ((), (), ())
     step = worker_pb2.Step(
         term=term,
         group_epoch=plan.epoch,
@@ -150,9 +151,9 @@ def encode_step(plan: StepPlan, term: int) -> bytes:
         drop_slot=[slot for slot, _, _ in plan.drops],
         drop_kv_group=[kv_group for _, kv_group, _ in plan.drops],
         drop_count=[count for _, _, count in plan.drops],
-        row_slot=[slot for slot, _, _ in plan.rows],
-        row_tokens=[tokens_count for _, tokens_count, _ in plan.rows],
-        sampled_row=[index for index, (_, _, sampled) in enumerate(plan.rows) if sampled],
+        row_slot=slots,
+        row_tokens=tokens_counts,
+        sampled_row=[index for index, draws in enumerate(sampled) if draws],
         state_digest=plan.digest,
     )
     return worker_pb2.AttachResponse(step=step).SerializeToString()

@@ -10,7 +10,8 @@ from control_plane.scheduling.messages import StepRow
 class PlannedRow(NamedTuple):
     """A row of a step and the request it belongs to, as it was placed then.
 
-    It computes tokens_count tokens from index `start` on.
+    It computes tokens_count tokens from index `start` on. scores_count: log-probabilities of prompt
+    tokens it returns; None if it has no part in scoring.
     """
 
     live: LiveRequest
@@ -19,20 +20,7 @@ class PlannedRow(NamedTuple):
     tokens_count: int
     sampled: bool
     is_prefill: bool
-
-    @property
-    def scores_count(self) -> int | None:
-        """Log-probabilities of prompt tokens it returns; None if it has no part in scoring.
-
-        start ........ start + tokens_count       tokens it computes
-          start + 1 .... start + tokens_count     tokens these score, up to the prompt's last
-        """
-        if not self.placement.scoring:
-            return None
-        prompt_count = self.live.prompt_count
-        if self.start >= prompt_count:
-            return None
-        return min(self.start + self.tokens_count, prompt_count - 1) - self.start
+    scores_count: int | None = None
 
     def message(self) -> StepRow:
         """What the workers are told."""
@@ -80,7 +68,7 @@ def is_prefill(placement: Placement) -> bool:
 
 def wants_decode(live: LiveRequest, placement: Placement) -> bool:
     """Whether one more token can be planned: prefill is planned and the length is not reached."""
-    if is_prefill(placement):
+    if placement.planned_count < placement.admitted_count:
         return False
     return live.output_count + placement.pending_samples < live.tokens_max
 
@@ -106,8 +94,19 @@ def plan_rows(
         if share:
             ends = placement.planned_count + share == placement.admitted_count
             start = placement.planned_count
-            rows.append(PlannedRow(live, placement, start, share, ends, True))
+            scores_count = _scores_count(live, start, share) if placement.scoring else None
+            rows.append(PlannedRow(live, placement, start, share, ends, True, scores_count))
     return rows
+
+
+def _scores_count(live: LiveRequest, start: int, tokens_count: int) -> int | None:
+    """
+    start ........ start + tokens_count       tokens a row of prefill computes
+      start + 1 .... start + tokens_count     tokens these score, up to the prompt's last
+    """
+    if start >= live.prompt_count:
+        return None
+    return min(start + tokens_count, live.prompt_count - 1) - start
 
 
 def commit_rows(rows: Sequence[PlannedRow]) -> None:

@@ -7,6 +7,7 @@ from statistics import median
 
 import anyio
 
+from control_plane.full_collections import rare_full_collections
 from scripts.control_cost.answer_streams import PROTOCOLS, StreamCost, measure_streams
 from scripts.control_cost.simulated_plane import APPLY, ENCODE, PLAN, SimulatedPlane
 from scripts.control_cost.step_transport import measure_transport
@@ -118,5 +119,6 @@ def measure(extent: Extent, watcher: Watcher) -> Costs:
 
 def _stages(extent: Extent, groups: int, blocks: int) -> dict[str, Spread]:
     plane = SimulatedPlane(groups, blocks, extent.rows, extent.steps, extent.seed, time.thread_time)
-    plane.run(extent.steps)
+    with rare_full_collections():
+        plane.run(extent.steps)
     return {name: Spread.of(times_s) for name, times_s in plane.samples.items()}

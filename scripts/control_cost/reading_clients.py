@@ -43,10 +43,8 @@ async def read_grpc(channel: grpc.aio.Channel, tokens: int) -> int:
     """Messages of one answer."""
     generation = Generation(PROMPT_IDS, max_tokens=tokens, ignore_eos=True)
     request = ResumableAnswer(generation).next_request().SerializeToString()
-    call: grpc.aio.UnaryStreamCall[bytes, bytes] = channel.unary_stream(
-        METHOD, request_serializer=bytes, response_deserializer=bytes
-    )(request)
-    return sum([1 async for _ in call])
+    ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
+    return sum([1 async for _ in ask(request)])
 
 
 async def read_all(protocol: str, port: int, streams: int, tokens: int) -> int:

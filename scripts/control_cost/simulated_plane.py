@@ -52,7 +52,8 @@ PREFILL_TOKENS_PER_S = 1e9
 WARM_UP_STEPS = 40
 SPARE_STEPS = 64
 """Room for so many steps beyond those that are measured."""
-EVENTS_MAX = 10_000_000
+EVENTS_MAX = 1_000_000
+"""Until the simulation counts as stuck."""
 
 
 class SimulationStuck(Exception):
@@ -107,13 +108,17 @@ class SimulatedPlane:
         self.samples.clear()
 
     @property
+    def _measured_count(self) -> int:
+        return min(len(self.samples[stage]) for stage in (PLAN, APPLY))
+
+    @property
     def cached_blocks(self) -> int:
         """That nobody holds, in all groups."""
         return sum(group.blocks.cached for group in self._core.snapshot(self._now).groups)
 
     def run(self, steps_count: int) -> None:
         """Goes on until so many steps, of all groups together, are measured."""
-        self._advance_until(lambda: len(self.samples[APPLY]) >= steps_count)
+        self._advance_until(lambda: self._measured_count >= steps_count)
 
     def _advance(self) -> None:
         """Lets time pass until the next event and handles it."""
