@@ -347,7 +347,7 @@ class GroupScheduler:
         """Whether all its tokens are planned: its blocks come back with intake's End."""
         placement = live.placement
         assert placement, live.request_id
-        return live.output_count + placement.pending_samples >= live.tokens_max
+        return placement.planned_count >= live.computed_max
 
     def _cheapest_victim(self) -> LiveRequest | None:
         """The running request with least to redo; never the oldest, nor one with a reservation."""
@@ -428,7 +428,6 @@ class GroupScheduler:
     def _count_row(self, row: PlannedRow) -> None:
         row.placement.rows_in_flight -= 1
         row.placement.computed_count += row.tokens_count
-        row.placement.pending_samples -= row.sampled
         if row.is_prefill:
             self._load.progress(row.live.request_id, row.tokens_count)
 

@@ -58,10 +58,9 @@ class Placement:
     the workers. tables: its block tables, one for each KV group; covered_count: tokens that all of
     them reach. residencies: the places from the root on that it holds in the index; what its tables
     have there is listed. matched_count: how many of them it found there; those it only reads.
-    pending_samples: tokens drawn by steps on their way. claims: hashes of blocks it promises to
-    the index. reserved: it holds every block it can ever need. indexing: it may extend the index.
-    beside: where the index had another's blocks already, the last place there that it passed; only
-    with windows, whose missing blocks it adds on its way.
+    claims: hashes of blocks it promises to the index. reserved: it holds every block it can ever
+    need. indexing: it may extend the index. beside: where the index had another's blocks already,
+    the last place there that it passed; only with windows, whose missing blocks it adds on its way.
     scoring: its rows return the log-probabilities of the prompt.
     """
 
@@ -79,7 +78,6 @@ class Placement:
     indexing: bool
     beside: Residency | None = None
     scoring: bool = False
-    pending_samples: int = 0
     rows_in_flight: int = 0
 
     def blocks_at(self, place: int) -> list[int | None]:
@@ -97,7 +95,8 @@ class LiveRequest:
     group deaths that it shares no step. held_since: when it lost the last group it could use.
     admitted_at: when it first got a slot. scored_count: prompt tokens whose scores are delivered;
     it includes the first, which has none. facts: what usage reports, see
-    `renew_facts`.
+    `renew_facts`. prompt_count: tokens of the prompt. computed_max: most tokens that ever need keys
+    and values, which are all but the last output.
     """
 
     request: Request
@@ -119,9 +118,16 @@ class LiveRequest:
     group_deaths: int = 0
     cached_tokens: int | None = None
     facts: RequestFacts = field(default_factory=RequestFacts)
+    prompt_count: int = field(init=False)
+    computed_max: int = field(init=False)
     match: Match | None = None
     block_hashes: list[int] = field(default_factory=list)
     block_hashes_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Every row of every step asks for these."""
+        self.prompt_count = len(self.request.prompt_ids)
+        self.computed_max = self.prompt_count + self.tokens_max - 1
 
     @property
     def request_id(self) -> str:
@@ -129,19 +135,9 @@ class LiveRequest:
         return self.request.request_id
 
     @property
-    def prompt_count(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_ids)
-
-    @property
     def output_count(self) -> int:
         """Committed output tokens."""
-        return len(self.token_ids) - len(self.request.prompt_ids)
-
-    @property
-    def computed_max(self) -> int:
-        """Most tokens that ever need keys and values: all but the last output."""
-        return len(self.request.prompt_ids) + self.tokens_max - 1
+        return len(self.token_ids) - self.prompt_count
 
     @property
     def is_complete(self) -> bool:

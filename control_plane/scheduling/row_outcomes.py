@@ -13,7 +13,7 @@ def token_delta(live: LiveRequest, result: RowResult) -> TokenDelta:
     # By position, which halves the time: there is one for every row of every step.
     return TokenDelta(
         request.request_id,
-        len(live.token_ids) - len(request.prompt_ids),
+        live.output_count,
         result.token_ids,
         result.logprobs if request.wants_logprobs else (),
         live.facts,

@@ -68,9 +68,8 @@ def is_prefill(placement: Placement) -> bool:
 
 def wants_decode(live: LiveRequest, placement: Placement) -> bool:
     """Whether one more token can be planned: prefill is planned and the length is not reached."""
-    if placement.planned_count < placement.admitted_count:
-        return False
-    return live.output_count + placement.pending_samples < live.tokens_max
+    # A row computes one token and draws the next, so that the last one needs no row.
+    return placement.admitted_count <= placement.planned_count < live.computed_max
 
 
 def plan_rows(
@@ -114,4 +113,3 @@ def commit_rows(rows: Sequence[PlannedRow]) -> None:
     for row in rows:
         row.placement.planned_count += row.tokens_count
         row.placement.rows_in_flight += 1
-        row.placement.pending_samples += row.sampled

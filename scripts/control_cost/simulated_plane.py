@@ -50,7 +50,7 @@ FILLING_BLOCKS = 64
 PREFILL_TOKENS_PER_S = 1e9
 """Steps with prefill are as long as those without, and are expected to be."""
 WARM_UP_STEPS = 40
-SPARE_STEPS = 64
+SPARE_STEPS = 1000
 """Room for so many steps beyond those that are measured."""
 EVENTS_MAX = 1_000_000
 """Until the simulation counts as stuck."""

@@ -36,7 +36,7 @@ def is_finishing(live: LiveRequest) -> bool:
     placement = live.placement
     if live.is_complete or not placement or live.stage is not Stage.RUNNING:
         return False
-    return live.output_count + placement.pending_samples >= live.tokens_max
+    return placement.planned_count >= live.computed_max
 
 
 def is_prefilling(live: LiveRequest) -> bool:
