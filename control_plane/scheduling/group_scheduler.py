@@ -419,7 +419,7 @@ class GroupScheduler:
             if result:
                 deltas.append(token_delta(row.live, result))
                 row.live.token_ids.extend(result.token_ids)
-            if row.is_prefill:
+            if row.is_prefill:  # No other row computes anything of the prompt.
                 self.blocks.acknowledge(row.live, row.placement, now)
             if row.live.stage is Stage.RETRACTING and not row.placement.rows_in_flight:
                 self._finish_retraction(row.live, now)

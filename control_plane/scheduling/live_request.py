@@ -94,9 +94,9 @@ class LiveRequest:
     front: it lost its group and goes before everyone else. alone: it was running at so many
     group deaths that it shares no step. held_since: when it lost the last group it could use.
     admitted_at: when it first got a slot. scored_count: prompt tokens whose scores are delivered;
-    it includes the first, which has none. facts: what usage reports, see
-    `renew_facts`. prompt_count: tokens of the prompt. computed_max: most tokens that ever need keys
-    and values, which are all but the last output.
+    it includes the first, which has none. facts: what usage reports, as of the last `renew_facts`.
+    prompt_count: tokens of the prompt. computed_max: most tokens that ever need keys and values,
+    all but the last output.
     """
 
     request: Request

@@ -99,8 +99,9 @@ def plan_rows(
 
 
 def _scores_count(live: LiveRequest, start: int, tokens_count: int) -> int | None:
-    """
-    start ........ start + tokens_count       tokens a row of prefill computes
+    """Of a row of prefill; None if it computes nothing of the prompt.
+
+    start ........ start + tokens_count       tokens it computes
       start + 1 .... start + tokens_count     tokens these score, up to the prompt's last
     """
     if start >= live.prompt_count:

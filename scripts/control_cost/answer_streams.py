@@ -85,9 +85,9 @@ async def measure_streams(
                 taken_s = time.process_time() - started_s
                 await _deliver(intake, steps, tokens_at_once)
                 with anyio.fail_after(END_DEADLINE_S):
-                    printed, _ = await anyio.to_thread.run_sync(
-                        clients.communicate, abandon_on_cancel=True
-                    )
+                    while clients.poll() is None:  # noqa: ASYNC110 - once, at the end
+                        await anyio.sleep(ROUND_S)
+                printed, _ = clients.communicate()
             await intake.stop()
     except TimeoutError as error:
         raise PeerFailed(

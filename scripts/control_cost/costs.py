@@ -95,12 +95,13 @@ def measure(extent: Extent, watcher: Watcher) -> Costs:
     """Measures everything. Raises PeerFailed, SimulationStuck."""
     costs = Costs(extent)
     for groups in extent.groups:
-        what = f"{groups} groups: sending and receiving"
+        serving = "1 group" if groups == 1 else f"{groups} groups"
+        what = f"{serving}: sending and receiving"
         watcher.on_next(what)
         transport = anyio.run(measure_transport, groups, extent.rows, extent.steps)
         watcher.on_done(what, median(transport))
         for blocks in extent.blocks:
-            what = f"{groups} groups, {blocks} cached blocks"
+            what = f"{serving}, {blocks} cached blocks"
             watcher.on_next(what)
             stages = _stages(extent, groups, blocks) | {TRANSPORT: Spread.of(transport)}
             costs.steps.append(StepCost(groups, blocks, {name: stages[name] for name in STAGES}))

@@ -108,6 +108,11 @@ class SimulatedPlane:
         self.samples.clear()
 
     @property
+    def _next_at(self) -> float:
+        """When something happens next."""
+        return min(self._wake_at, self._under_way[0][0] if self._under_way else NEVER_S)
+
+    @property
     def _measured_count(self) -> int:
         return min(len(self.samples[stage]) for stage in (PLAN, APPLY))
 
@@ -122,7 +127,7 @@ class SimulatedPlane:
 
     def _advance(self) -> None:
         """Lets time pass until the next event and handles it."""
-        if not self._under_way or self._wake_at <= self._under_way[0][0]:
+        if self._wake_at <= self._next_at:
             self._now, self._wake_at = self._wake_at, NEVER_S
             self._tick()
         else:
@@ -239,11 +244,12 @@ class SimulatedPlane:
 
     def _decode(self) -> None:
         """Fills every group's slots, group by group, so that their steps lie evenly in time."""
+        self._advance_until(lambda: not self._under_way)
         for group_id in self._workers:
             for _ in range(self._rows_count):
                 prompt_tokens = self._random.randint(*PROMPT_TOKENS)
                 self._submit(group_id, prompt_tokens, self._output_tokens)
-            self._now += STEP_S / self._groups_count
+            self._wait_until(self._now + STEP_S / self._groups_count)
         self._advance_until(
             lambda: len(self.samples[APPLY]) >= max(WARM_UP_STEPS, 2 * self._groups_count)
         )
@@ -263,6 +269,10 @@ class SimulatedPlane:
             )
         )
         return name
+
+    def _wait_until(self, when: float) -> None:
+        self._advance_until(lambda: self._next_at > when)
+        self._now = when
 
     def _advance_until(self, condition: Callable[[], bool]) -> None:
         for _ in range(EVENTS_MAX):

@@ -108,16 +108,19 @@ class _SendingCore:
 
     def __init__(self, groups_count: int, rows_count: int) -> None:
         self.attached = anyio.Event()
+        self.finished = anyio.Event()
+        self.times_s: list[float] = []
         self._groups_count = groups_count
         self._rows_count = rows_count
         self._plans: list[StepPlan] = []
         self._workers: list[WorkerInfo] = []
         self._left = 0
+        self._started_s = 0.0
 
     def begin(self, steps_count: int) -> None:
         """The next tick sends the first of so many steps."""
         self.finished = anyio.Event()
-        self.times_s: list[float] = []
+        self.times_s.clear()
         self._left = steps_count + 1
         self._started_s = time.process_time()
 
