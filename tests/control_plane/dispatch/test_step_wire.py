@@ -222,3 +222,8 @@ def test_columns_that_do_not_fit_break_the_protocol(columns) -> None:
     message = worker_pb2.AttachRequest(result=result)
     with pytest.raises(ProtocolError, match="entries"):
         wire.decode_report(message, worker_info("chip0"), PLACE)
+
+
+def test_tokens_alone_go_to_their_rows() -> None:
+    done = reported(batch.RowResult((7,), ()), batch.RowResult((), ()), batch.RowResult((8, 9), ()))
+    assert done.results == (RowResult((7,)), RowResult(()), RowResult((8, 9)))
