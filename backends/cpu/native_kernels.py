@@ -3,7 +3,6 @@
 Each agrees with the reference it replaces; see kernels/cpu.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref
@@ -33,9 +32,6 @@ from backends.errors import UnsupportedOperation
 from kernels.paged_kv import PAGED_ORDER, PagedKV, StepPlan
 from kernels.spec import SOFT_CAP, WINDOW, Implementation, Support
 
-_QUERIES_MAX = 1000
-"""Of a row: above it torch's products of matrices win."""
-
 _SILU, _GELU = 0, 1
 """Activation in kernels/cpu/rows.h."""
 
@@ -45,8 +41,7 @@ Attention = Callable[[PagedKV, int, torch.Tensor, tuple[int, ...], float, int, f
 class NativeKernels:
     """The operations on one engine.
 
-    other_attention: computes what the native one cannot, or not as fast: large heads, and chunks
-    of prompts, whose scores are products of matrices.
+    other_attention: computes what the native one cannot: heads above HEAD_SIZE_MAX.
     """
 
     def __init__(self, engine: Engine, other_attention: Attention) -> None:
@@ -268,7 +263,7 @@ class NativeKernels:
         key = ("native", q_to_kv, query.dtype, scale, window, soft_cap)
         if key not in cache.step_cache:
             planned = None
-            if self._attends(cache, query):
+            if self._attends(query):
                 scores = _Scores(q_to_kv, scale, window, soft_cap)
                 planned = _AttentionPlan(self._owner, cache, query, scores)
             cache.step_cache[key] = planned
@@ -286,18 +281,16 @@ class NativeKernels:
         self._library.polychip_attention(self._engine, plan.address, byref(call))
         return output
 
-    def _attends(self, cache: PagedKV, query: torch.Tensor) -> bool:
+    def _attends(self, query: torch.Tensor) -> bool:
         """False if the other attention is to compute the step."""
-        recorded = self._owner.recorded_outputs is not None
-        if query.shape[-1] > HEAD_SIZE_MAX:
-            if recorded:
-                raise UnsupportedOperation(
-                    f"attention of heads of {query.shape[-1]} cannot be captured, "
-                    f"only up to {HEAD_SIZE_MAX}"
-                )
-            return False
-        queries = max((b - a for a, b in itertools.pairwise(cache.query_starts)), default=0)
-        return recorded or queries <= _QUERIES_MAX
+        if query.shape[-1] <= HEAD_SIZE_MAX:
+            return True
+        if self._owner.recorded_outputs is not None:
+            raise UnsupportedOperation(
+                f"attention of heads of {query.shape[-1]} cannot be captured, only up to "
+                f"{HEAD_SIZE_MAX}"
+            )
+        return False
 
     def _side_by_side(self, tensor: torch.Tensor) -> torch.Tensor:
         """The numbers of a row side by side, as the kernels read them; rows may lie anywhere."""

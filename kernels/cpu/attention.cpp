@@ -1,75 +1,139 @@
 #include "attention.h"
 
-#include <algorithm>
+#include <memory>
 
 namespace polychip {
 namespace {
 
-// Queries of one piece: with the query heads of a key/value head they fill the registers.
-std::int64_t queries_of_piece(std::int64_t query_heads, std::int64_t kv_heads) {
-  constexpr std::int64_t kPairs = 12;
-  const std::int64_t heads = std::max<std::int64_t>(1, query_heads / std::max<std::int64_t>(1, kv_heads));
-  return std::max<std::int64_t>(1, kPairs / heads);
+std::int64_t queries_of(const AttentionStep& step, std::int64_t row) {
+  return step.query_starts[row + 1] - step.query_starts[row];
+}
+
+// By the query in the middle of a row.
+std::int64_t tokens_seen(const AttentionStep& step, std::int64_t row) {
+  const std::int64_t query = queries_of(step, row) / 2;
+  return step.context_starts[row] + query + 1 - oldest_seen(step, row, query);
+}
+
+// In pairs times tokens: packing costs about as much as a group of pairs.
+std::int64_t cost_of(std::int64_t pairs, std::int64_t tokens) {
+  return rounded_up(pairs, kGroupPairs) * tokens;
+}
+
+std::int64_t cost_of(const AttentionPiece& piece) {
+  return cost_of(piece.pairs, piece.stop_token - piece.first_token);
+}
+
+// The more pairs, the more often what is packed is used.
+std::int64_t pairs_max(std::int64_t columns) {
+  return std::min(kPieceNumbersMax / (columns * kGroupPairs) * kGroupPairs, kPiecePairsMax);
 }
 
 }  // namespace
 
-// A row of one query is cut along its context if rows alone do not keep the threads busy; any other
-// is cut along its queries.
 AttentionPlan::AttentionPlan(const AttentionStep& step, int threads) : step_(step) {
   heads_.resize(static_cast<std::size_t>(step.kv_heads));
   for (std::int64_t head = 0; head < step.query_heads; ++head) {
     heads_[static_cast<std::size_t>(step.q_to_kv[head])].push_back(head);
   }
-  const std::int64_t queries_max = queries_of_piece(step.query_heads, step.kv_heads);
-  std::int64_t partials = 0;
+  std::int64_t cost = 0;
   for (std::int64_t row = 0; row < step.rows; ++row) {
-    const std::int64_t count = step.query_starts[row + 1] - step.query_starts[row];
-    const std::int64_t context = step.context_starts[row];
-    // Parts begin at multiples of their size, wherever a window begins.
-    const auto first_seen = [&](std::int64_t query) {
-      return oldest_seen(step, row, query) / kPartTokens * kPartTokens;
-    };
-    if (count == 1) {
-      const std::int64_t first = first_seen(0), stop = context + 1;
-      const std::int64_t parts = (stop - first + kPartTokens - 1) / kPartTokens;
-      const bool cut = parts > 1 && step.rows < threads;
-      if (cut) {
-        merged_.push_back({step.query_starts[row], partials, parts});
-        for (std::int64_t part = 0; part < parts; ++part) {
-          const std::int64_t from = first + part * kPartTokens;
-          pieces_.push_back({row, 0, 1, from, std::min(from + kPartTokens, stop), partials++});
-        }
-        continue;
-      }
-    }
-    for (std::int64_t query = 0; query < count; query += queries_max) {
-      const std::int64_t queries = std::min(queries_max, count - query);
-      pieces_.push_back({row, query, queries, first_seen(query), context + query + queries, -1});
+    if (queries_of(step, row) == 0) continue;
+    for (const std::vector<std::int64_t>& heads : heads_) {
+      const auto pairs = queries_of(step, row) * static_cast<std::int64_t>(heads.size());
+      cost += cost_of(pairs, tokens_seen(step, row));
     }
   }
-  partials_.resize(static_cast<std::size_t>(partials * partial_size()));
+  // Several for each thread, so that none waits long for the last one.
+  constexpr std::int64_t kPiecesOfThread = 4;
+  if (threads > 1) cost /= kPiecesOfThread * threads;
+  for (std::int64_t row = 0; row < step.rows; ++row) {
+    if (queries_of(step, row) == 0) continue;
+    for (std::int64_t kv_head = 0; kv_head < step.kv_heads; ++kv_head) add(row, kv_head, cost + 1);
+  }
+  // The last ones, for which threads help each other out, are to be the short ones.
+  std::stable_sort(pieces_.begin(), pieces_.end(),
+                   [](const AttentionPiece& a, const AttentionPiece& b) {
+                     return cost_of(a) > cost_of(b);
+                   });
+}
+
+// Pieces of about the cost given: equal parts of the pairs, and of what they see where those few pairs
+// see much.
+void AttentionPlan::add(std::int64_t row, std::int64_t kv_head, std::int64_t cost) {
+  const auto heads = static_cast<std::int64_t>(heads_[static_cast<std::size_t>(kv_head)].size());
+  const std::int64_t all = queries_of(step_, row) * heads;
+  if (all == 0) return;
+  const std::int64_t wanted = rounded_up(cost / tokens_seen(step_, row), kGroupPairs);
+  const std::int64_t most = std::clamp(wanted, kGroupPairs, pairs_max(columns()));
+  const std::int64_t count = (all + most - 1) / most;
+  const std::int64_t each = rounded_up((all + count - 1) / count, kTilePairs);
+  for (std::int64_t first = 0; first < all; first += each) {
+    const std::int64_t pairs = std::min(each, all - first);
+    const std::int64_t oldest = oldest_seen(step_, row, first / heads);
+    const std::int64_t stop = step_.context_starts[row] + (first + pairs - 1) / heads + 1;
+    const AttentionPiece piece{
+        row, kv_head, first, pairs, oldest / kTileTokens * kTileTokens, stop, -1};
+    const std::int64_t parts = cost_of(piece) / cost;
+    if (parts > 1 && pairs <= kGroupPairs) {
+      add_parts(piece, parts);
+    } else {
+      pieces_.push_back(piece);
+    }
+  }
+}
+
+void AttentionPlan::add_parts(AttentionPiece piece, std::int64_t parts) {
+  const std::int64_t first = piece.first_token, stop = piece.stop_token;
+  const std::int64_t tiles = rounded_up(stop - first, kTileTokens) / kTileTokens;
+  parts = std::min(parts, tiles);
+  piece.partial = static_cast<std::int64_t>(partials_.size());
+  merged_.push_back(piece);
+  partials_.resize(partials_.size() + static_cast<std::size_t>(tiles * partial_size(piece.pairs)));
+  for (std::int64_t part = 0; part < parts; ++part) {
+    AttentionPiece some = piece;
+    const std::int64_t tile = tiles * part / parts;
+    some.first_token = first + tile * kTileTokens;
+    some.stop_token = std::min(stop, first + tiles * (part + 1) / parts * kTileTokens);
+    some.partial = piece.partial + tile * partial_size(piece.pairs);
+    pieces_.push_back(some);
+  }
 }
 
 bool AttentionPlan::within_blocks() const {
-  for (const AttentionPiece& piece : pieces_) {
-    const std::int64_t start = step_.table_starts[piece.row];
-    const std::int64_t first =
-        std::max({start, piece.first_token, oldest_seen(step_, piece.row, piece.first_query)});
-    for (std::int64_t place = (first - start) / step_.block_tokens;
-         place * step_.block_tokens < piece.stop_token - start; ++place) {
+  for (std::int64_t row = 0; row < step_.rows; ++row) {
+    if (queries_of(step_, row) == 0) continue;
+    const std::int64_t start = step_.table_starts[row];
+    const std::int64_t first = oldest_seen(step_, row, 0) - start;
+    const std::int64_t stop = step_.context_starts[row] + queries_of(step_, row) - start;
+    for (std::int64_t place = first / step_.block_tokens; place * step_.block_tokens < stop; ++place) {
       if (place >= step_.table_width) return false;
-      const std::int64_t block = step_.block_tables[piece.row * step_.table_width + place];
+      const std::int64_t block = step_.block_tables[row * step_.table_width + place];
       if (block < 0 || block >= step_.blocks) return false;
     }
   }
   return true;
 }
 
+void* scratch_of_thread(std::size_t bytes) {
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  thread_local std::unique_ptr<Line[]> lines;
+  thread_local std::size_t count = 0;
+  const std::size_t wanted = (bytes + sizeof(Line) - 1) / sizeof(Line);
+  if (count < wanted) {
+    lines.reset(new Line[wanted]);
+    count = wanted;
+  }
+  return lines.get();
+}
+
 AttentionKernels attention_kernels(Instructions instructions) {
   switch (instructions) {
 #if defined(__x86_64__)
     case Instructions::kAmx:
+      return amx::kAttentionKernels;
     case Instructions::kAvx512:
       return avx512::kAttentionKernels;
     case Instructions::kAvx2:

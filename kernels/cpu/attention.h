@@ -1,11 +1,19 @@
-// Attention over a paged cache: see `attention` in kernels/spec.py and kernels/paged_kv.py.
+// Attention over a paged cache, in products of matrices: see `attention` in kernels/spec.py and
+// kernels/paged_kv.py.
 //
-//   row's context   | part 0: 128 tokens | part 1 | ... | last part |
+//   pairs of a query and head | tile 0: 128 tokens | tile 1 | ...    from position 0 of the request
+//   piece 0   | group 0       |                    |        |        a piece packs a tile's keys and
+//             | group 1       |                    |        |        values once; then for each group:
+//   piece 1   | group 0       |                    |        |          scores = query . keys
+//                                                                      weights = 2^(scores - greatest)
+//                                                                      weighted = weights . values
 //
-// Each query's softmax is computed part by part and the parts are merged in order. So the result is the
-// same to the bit whether a token is decoded alone, its parts by several threads, or comes in a chunk.
+// Each tile has a softmax of its own, and these are merged in order; what is masked adds exactly
+// nothing. So a query's result is the same to the bit whether it is decoded alone, its tiles by several
+// threads, or in a chunk, and however pieces and groups are cut.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -17,8 +25,20 @@
 
 namespace polychip {
 
-constexpr std::int64_t kPartTokens = 128;
+constexpr std::int64_t kTileTokens = 128;
 constexpr std::int64_t kHeadSizeMax = 256;
+// Columns, and the tokens of a tile that are computed, come in multiples of it, padded with zeros.
+constexpr std::int64_t kTileStep = 32;
+constexpr std::int64_t kTilePairs = 16;
+// Pairs whose scores of a tile are computed together.
+constexpr std::int64_t kGroupPairs = 2 * kTilePairs;
+constexpr std::int64_t kPiecePairsMax = 8 * kGroupPairs;
+// What the outputs of a piece may be, so that they stay in a core's own cache.
+constexpr std::int64_t kPieceNumbersMax = 16384;
+
+constexpr std::int64_t rounded_up(std::int64_t count, std::int64_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
+}
 
 // What is the same in all layers of a step. Arrays are the caller's; positions are those of requests.
 struct AttentionStep {
@@ -47,12 +67,13 @@ struct AttentionLayer {
   Rows output;  // the same
 };
 
-// Some queries of a row over some tokens of its context, for all heads.
+// Some pairs of a query and a query head, all of a row and of one key/value head, over some of the tiles
+// they see. With n query heads to the key/value head, pair p is query p / n and the head's number p % n.
 struct AttentionPiece {
-  std::int64_t row;
-  std::int64_t first_query, queries;
-  std::int64_t first_token, stop_token;  // positions; whole parts, the last one cut
-  std::int64_t partial;                  // where its result goes; -1: it is the output
+  std::int64_t row, kv_head;
+  std::int64_t first_pair, pairs;
+  std::int64_t first_token, stop_token;  // positions; whole tiles, the last one cut
+  std::int64_t partial;                  // where the results of its tiles go; -1: they are the output
 };
 
 class AttentionPlan {
@@ -65,29 +86,41 @@ class AttentionPlan {
   // Query heads of each key/value head.
   const std::vector<std::vector<std::int64_t>>& heads() const { return heads_; }
   const std::vector<AttentionPiece>& pieces() const { return pieces_; }
-  // For each row whose context is computed in several pieces: its partial results, in order.
-  struct Merged {
-    std::int64_t token;
-    std::int64_t first_partial, partials;
-  };
-  const std::vector<Merged>& merged() const { return merged_; }
-  // Greatest score, sum of weights and weighted values of each head: [heads][2 + head_size].
-  float* partial(std::int64_t index) const { return partials_.data() + index * partial_size(); }
-  std::int64_t partial_size() const { return step_.query_heads * (2 + step_.head_size); }
+  // What is computed in several pieces of one group each, as if it were one.
+  const std::vector<AttentionPiece>& merged() const { return merged_; }
+  // Of a tile: greatest scores [kGroupPairs], sums of weights in parts [pairs][kSumParts], weighted
+  // values [pairs][columns].
+  float* partial(const AttentionPiece& piece, std::int64_t tile) const {
+    return partials_.data() + piece.partial + tile * partial_size(piece.pairs);
+  }
+  // Numbers of a head with their padding.
+  std::int64_t columns() const { return rounded_up(step_.head_size, kTileStep); }
+
+  static constexpr std::int64_t kSumParts = 16;
 
  private:
+  std::int64_t partial_size(std::int64_t pairs) const {
+    return kGroupPairs + pairs * (kSumParts + columns());
+  }
+  void add(std::int64_t row, std::int64_t kv_head, std::int64_t cost);
+  void add_parts(AttentionPiece piece, std::int64_t parts);
+
   AttentionStep step_;
   std::vector<std::vector<std::int64_t>> heads_;
   std::vector<AttentionPiece> pieces_;
-  std::vector<Merged> merged_;
+  std::vector<AttentionPiece> merged_;
   mutable std::vector<float> partials_;
 };
 
 // Position of the first token that a row's query sees.
 inline std::int64_t oldest_seen(const AttentionStep& step, std::int64_t row, std::int64_t query) {
-  const std::int64_t oldest = step.context_starts[row] + query - step.window + 1;
-  return step.window > 0 && oldest > 0 ? oldest : 0;
+  const std::int64_t start = step.table_starts[row];
+  if (step.window == 0) return start;
+  return std::max(start, step.context_starts[row] + query - step.window + 1);
 }
+
+// Memory of this thread's own, aligned to a cache line: kept until the thread ends or asks for more.
+void* scratch_of_thread(std::size_t bytes);
 
 struct AttentionKernels {
   void (*piece)(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index);
@@ -103,6 +136,9 @@ namespace avx2 {
 extern const AttentionKernels kAttentionKernels;
 }
 namespace avx512 {
+extern const AttentionKernels kAttentionKernels;
+}
+namespace amx {
 extern const AttentionKernels kAttentionKernels;
 }
 

@@ -1,3 +1,4 @@
 #define POLYCHIP_ISA avx2
-#define POLYCHIP_ISA_PAIRS 4
-#include "attention.inl"
+#define POLYCHIP_ISA_WIDTH 8
+#define POLYCHIP_ISA_ROWS 6
+#include "attention_vectors.inl"
