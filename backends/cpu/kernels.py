@@ -11,6 +11,7 @@ import torch.nn.functional as functional
 from backends.cpu.attention import PagedAttention
 from backends.cpu.kernel_library import Engine
 from backends.cpu.native_kernels import NativeKernels
+from backends.cpu.native_sampling import NativeSampling
 from backends.cpu.sampling import adjust_logits, sample, token_logprobs
 from backends.scratch import ScratchArena
 from kernels.paged_kv import PAGED_ORDER, PagedKV
@@ -122,12 +123,12 @@ _TORCH = (
     Implementation("silu_mul", "torch", silu_mul, _ANY),
     Implementation("gelu_mul", "torch", gelu_mul, _ANY),
     Implementation("write_kv", "torch", write_kv, _PAGED),
+    Implementation("sample", "numpy", sample, _ANY),
+    Implementation("token_logprobs", "torch", token_logprobs, _ANY),
 )
 _ALWAYS = (
     Implementation("soft_cap", "torch", soft_cap, _ANY),
     Implementation("adjust_logits", "torch", adjust_logits, _ANY),
-    Implementation("sample", "numpy", sample, _ANY),
-    Implementation("token_logprobs", "torch", token_logprobs, _ANY),
 )
 
 
@@ -140,7 +141,8 @@ def cpu_implementations(
     """
     attention = PagedAttention(find_scratch)
     if engine is not None:
-        return (*NativeKernels(engine, attention).implementations(), *_ALWAYS)
+        native = NativeKernels(engine, attention).implementations()
+        return (*native, *NativeSampling(engine).implementations(), *_ALWAYS)
     return (
         *_TORCH,
         *_ALWAYS,

@@ -83,7 +83,8 @@ class NativeKernels:
         if isinstance(weight, PackedMatrix):
             address = weight.address
         else:
-            table = _rows(self._side_by_side(weight))
+            weight = self._side_by_side(weight)
+            table = _rows(weight)
         output = self._empty((len(ids), weight.shape[1]), weight.dtype)
         call = Lookup(
             NUMBERS[weight.dtype],

@@ -5,42 +5,15 @@
 #include <new>
 
 #include "attention.h"
-#include "instructions.h"
+#include "engine.h"
 #include "linear.h"
-#include "packed_matrix.h"
 #include "probe.h"
-#include "program.h"
 #include "rows.h"
-#include "thread_pool.h"
-
-#define POLYCHIP_EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace polychip;
 
-// The threads of a chip and where its weights are put.
-struct Engine {
-  ThreadPool pool;
-  PanelMemory memory;
-  Instructions instructions;
-  Program* recording = nullptr;  // what is asked for is added to it instead of computed
-};
-
-namespace {
-
-template <typename... T>
-void compute(Engine* engine, const T&... operations) {
-  if (engine->recording != nullptr) {
-    (engine->recording->add(operations), ...);
-    return;
-  }
-  const Operation* list[] = {&operations...};
-  engine->pool.run(list, sizeof...(operations));
-}
-
-}  // namespace
-
 // Changes with this interface.
-constexpr std::int32_t kVersion = 2;
+constexpr std::int32_t kVersion = 3;
 
 POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersion; }
 

@@ -61,8 +61,8 @@ void lookup(const Lookup& call, std::int64_t first, std::int64_t stop) {
     using T = std::remove_pointer_t<decltype(kind)>;
     for (std::int64_t outer = first; outer < stop; ++outer) {
       T* output = row_of<T>(call.output, outer);
-      const std::int64_t row = call.ids[outer] - call.first_row;
-      if (row < 0 || row >= call.table_rows) {
+      const std::int64_t id = call.ids[outer], row = id - call.first_row;
+      if (id < call.first_row || row >= call.table_rows) {
         std::fill_n(output, call.size, T{0});
         continue;
       }

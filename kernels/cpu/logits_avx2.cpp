@@ -1,0 +1,2 @@
+#define POLYCHIP_ISA avx2
+#include "logits.inl"

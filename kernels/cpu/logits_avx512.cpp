@@ -1,0 +1,2 @@
+#define POLYCHIP_ISA avx512
+#include "logits.inl"

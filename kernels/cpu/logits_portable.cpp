@@ -1,0 +1,2 @@
+#define POLYCHIP_ISA portable
+#include "logits.inl"
