@@ -37,6 +37,8 @@ SCHEDULING_RANGES = {
     "queue_tokens_max": COUNT,
     "admission_tokens_max": COUNT,
     "oldest_prefill_share": Range(0, 1),
+    "decode_latency_target_ms": Range(0),
+    "prefill_time_share_min": Range(0, 0.9),
     "ageing_s": SECONDS,
     "retractions_before_reservation": COUNT_OR_NONE,
     "pipeline_depth": COUNT,
@@ -100,6 +102,11 @@ class SchedulingConfig:
     """Most ids of one admission in one step; the rest follows as extensions."""
     oldest_prefill_share: float = 0.25
     """Least share of a chunk the oldest unfinished prefill gets."""
+    decode_latency_target_ms: float = 100.0
+    """A step in which somebody decodes takes at most so long, as far as its chunk decides it; with
+    0 there is no target, and every chunk may be full."""
+    prefill_time_share_min: float = 0.6
+    """Least share of such a step's time that is left for prompts where the target leaves less."""
     ageing_s: float = 5.0
     """A request that waited this long is taken in order of arrival whatever the policy says."""
     retractions_before_reservation: int = 4

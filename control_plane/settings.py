@@ -158,6 +158,11 @@ SCHEDULING = (
         choices=SWITCH,
     ),
     Setting("--chunk-tokens", "chunk_tokens", "Most prompt tokens computed in one step."),
+    Setting(
+        "--decode-latency-target",
+        "decode_latency_target_ms",
+        "Milliseconds a step may take in which somebody decodes; 0 for any.",
+    ),
     Setting("--max-running", "running_max", "Most requests a group computes at once."),
     Setting("--max-queue", "queue_requests_max", "Most requests that wait; more are refused."),
     Setting("--max-queue-tokens", "queue_tokens_max", "Most tokens that wait; more are refused."),
@@ -223,6 +228,11 @@ FURTHER = (
     ),
     Setting(
         "--oldest-prefill-share", "oldest_prefill_share", "Part of a chunk the oldest prompt gets."
+    ),
+    Setting(
+        "--prefill-time-share",
+        "prefill_time_share_min",
+        "Least part of a step's time for prompts, whatever the latency target.",
     ),
     Setting("--ageing", "ageing_s", "Seconds of waiting after which arrival decides the order."),
     Setting(

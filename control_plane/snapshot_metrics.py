@@ -59,6 +59,16 @@ def _of_groups(groups: tuple[GroupSnapshot, ...]) -> Iterable[Metric]:
     in_flight = GaugeMetricFamily(
         "polychip_steps_in_flight", "Steps sent whose result is awaited.", labels=["group"]
     )
+    predicted = CounterMetricFamily(
+        "polychip_step_predicted_seconds",
+        "Time the steps done were expected to take; from 0 again when a group forms anew.",
+        labels=["group"],
+    )
+    errors = GaugeMetricFamily(
+        "polychip_step_time_error",
+        "Usual distance of a step's time from the expected one lately, as a part of that.",
+        labels=["group", "steps"],
+    )
     usage = GaugeMetricFamily(
         "polychip_kv_cache_usage_perc", "Share of the blocks in use, 1 is all.", labels=["group"]
     )
@@ -72,10 +82,13 @@ def _of_groups(groups: tuple[GroupSnapshot, ...]) -> Iterable[Metric]:
         waiting.add_metric(label, group.waiting)
         preempted.add_metric(label, group.retracted)
         in_flight.add_metric(label, group.steps_in_flight)
+        predicted.add_metric(label, group.predicted_s)
+        errors.add_metric([*label, "chunk"], group.chunk_step_error)
+        errors.add_metric([*label, "decode"], group.decode_step_error)
         usage.add_metric(label, group.blocks.referenced / max(1, group.blocks.total))
         for state in ("free", "cached", "referenced", "total"):
             blocks.add_metric([*label, state], getattr(group.blocks, state))
-    return serving, running, waiting, preempted, in_flight, usage, blocks
+    return serving, running, waiting, preempted, in_flight, predicted, errors, usage, blocks
 
 
 def _of_workers(workers: tuple[WorkerSnapshot, ...]) -> Iterable[Metric]:

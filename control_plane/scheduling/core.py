@@ -316,7 +316,7 @@ class SchedulingCore:
             self._chips.end_epoch(group, reason, now)
             return
         self._chips.step_finished(group)
-        tokens, failed = scheduler.accept(event.results, event.prompt_scores, now)
+        tokens, failed = scheduler.accept(event, now)
         self._serving.touch(group.group_id)
         if tokens.deltas or tokens.prompt_deltas:
             self._generated_tokens += sum(len(delta.token_ids) for delta in tokens.deltas)

@@ -13,12 +13,12 @@ from collections import Counter
 from control_plane.config import SchedulingConfig
 from control_plane.scheduling import step_planner
 from control_plane.scheduling.chip_load_table import ChipLoadTable
+from control_plane.scheduling.chunk_budget import ChunkBudget
 from control_plane.scheduling.live_request import LiveRequest, Stage
 from control_plane.scheduling.messages import (
     Admission,
     PromptDelta,
-    PromptScores,
-    RowResult,
+    StepDone,
     StepPlan,
     TokenDelta,
     Tokens,
@@ -29,7 +29,7 @@ from control_plane.scheduling.residency import GroupTree, Residency
 from control_plane.scheduling.row_outcomes import is_finite, new_scores, token_delta
 from control_plane.scheduling.slot_table import SlotTable
 from control_plane.scheduling.step_planner import PlannedRow
-from control_plane.scheduling.step_time import StepTimeModel
+from control_plane.scheduling.step_time import StepTimeModel, StepWork
 from control_plane.scheduling.steps_in_flight import StepsInFlight
 from control_plane.scheduling.table_room import TableChange
 from control_plane.scheduling.waiting_queue import WaitingQueue
@@ -137,16 +137,18 @@ class GroupScheduler:
             return None
         self._retract_for_blocks(now)
         decodes, changes = self._ready_decodes(now)
-        admissions, admitted = self._admit(now)
+        decoding = any(
+            live.placement and step_planner.wants_decode(live, live.placement)
+            for live in self.running
+        )
+        budget = ChunkBudget(self._config, self.step_time, decodes, decoding)
+        admissions, admitted = self._admit(budget, now)
         extensions = self._extend_admissions(admitted)
         changes += [self._own_blocks(live) for live in admitted]
-        prefills = [
-            live
-            for live in self.running
-            if live.placement and step_planner.is_prefill(live.placement)
-        ]
+        prefills = self._prefills()
+        chunk_tokens = budget.tokens([live.placement for live in prefills if live.placement])
         rows = step_planner.plan_rows(
-            decodes, prefills, self._config.chunk_tokens, self._config.oldest_prefill_share
+            decodes, prefills, chunk_tokens, self._config.oldest_prefill_share
         )
         changes += [self._cover_prefill(row, now) for row in rows if row.is_prefill]
         at_rest = not (self.running or self.retracting or self.in_flight)
@@ -179,6 +181,13 @@ class GroupScheduler:
             rows=tuple(row.message() for row in rows),
             digest=self.slots.digest() if has_digest else None,
         )
+
+    def _prefills(self) -> list[LiveRequest]:
+        return [
+            live
+            for live in self.running
+            if live.placement and step_planner.is_prefill(live.placement)
+        ]
 
     def _ready_decodes(self, now: float) -> tuple[list[LiveRequest], list[tuple[int, TableChange]]]:
         """Requests that decode in this step, with what changes in their tables; oldest first."""
@@ -221,7 +230,7 @@ class GroupScheduler:
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self, now: float) -> tuple[list[Admission], list[LiveRequest]]:
+    def _admit(self, budget: ChunkBudget, now: float) -> tuple[list[Admission], list[LiveRequest]]:
         """Fills slots from the queue in order; for a while, who fits passes who lacks blocks."""
         admitted: list[LiveRequest] = []
         lacking: list[LiveRequest] = []
@@ -230,16 +239,12 @@ class GroupScheduler:
             return messages, admitted
         if any(live.alone for live in self.running):
             return messages, admitted
-        demands = [
-            step_planner.prefill_demand(live.placement)
-            for live in self.running
-            if live.placement and step_planner.is_prefill(live.placement)
-        ]
-        chunk, share = self._config.chunk_tokens, self._config.oldest_prefill_share
+        prefills = [live.placement for live in self._prefills() if live.placement]
+        has_chunk_left = budget.has_left(prefills)
         for live in self.waiting.ordered(now, self.blocks.matched_tokens):
             if not self.slots.free_count:
                 break
-            if not step_planner.has_chunk_left(demands, chunk, share):
+            if not has_chunk_left:
                 break
             if live.alone and (self.running or self.retracting):
                 break
@@ -254,7 +259,8 @@ class GroupScheduler:
             admitted.append(live)
             messages.append(message)
             assert live.placement, live.request_id
-            demands.append(step_planner.prefill_demand(live.placement))
+            prefills.append(live.placement)
+            has_chunk_left = budget.has_left(prefills)
             if live.alone:
                 break
         return messages, admitted
@@ -395,16 +401,14 @@ class GroupScheduler:
 
     # ------------------------------------------------------------ results
 
-    def accept(
-        self, results: tuple[RowResult, ...], prompt_scores: tuple[PromptScores, ...], now: float
-    ) -> tuple[Tokens, list[LiveRequest]]:
+    def accept(self, done: StepDone, now: float) -> tuple[Tokens, list[LiveRequest]]:
         """Takes what the oldest step brought, as `in_flight.expects` it: its new tokens and scores,
         and the requests it failed."""
-        step = self.in_flight.take(now)
+        step = self.in_flight.take(now, done.device_s)
         deltas: list[TokenDelta] = []
         prompt_deltas: list[PromptDelta] = []
         failed: list[LiveRequest] = []
-        outcomes, scores = iter(results), iter(prompt_scores)
+        outcomes, scores = iter(done.results), iter(done.prompt_scores)
         for row in step.rows:
             result = next(outcomes) if row.sampled else None
             scored = next(scores) if row.scores_count is not None else None
@@ -436,10 +440,10 @@ class GroupScheduler:
         group = self._load.groups[self.group_id]
         group.available_blocks = self.tree.ledger.available_count
         group.running_count = len(self.running)
-        rate = self.step_time.prefill_tokens_per_s
+        rate = self.step_time.prefill_tokens_per_s(self._config.chunk_tokens)
         if rate:
             group.prefill_tokens_per_s = rate
-        group.step_s = self.step_time.predict(len(self.running), 0, 0)
+        group.step_s = self.step_time.predict(StepWork(0, 0, len(self.running), 0))
 
     def check_integrity(self) -> None:
         """Asserts that ledger, tables and stages agree."""

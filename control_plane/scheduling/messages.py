@@ -494,7 +494,12 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """A group as `status` shows it."""
+    """A group as `status` shows it.
+
+    predicted_s: what its steps that ended were expected to take together; chunk_step_error and
+    decode_step_error: how far those with and those without a chunk were from that lately, as a part
+    of it.
+    """
 
     group_id: str
     epoch: int
@@ -507,6 +512,9 @@ class GroupSnapshot:
     block_tokens: int
     steps: int
     steps_in_flight: int
+    predicted_s: float = 0.0
+    chunk_step_error: float = 0.0
+    decode_step_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,9 @@ class ServingGroups:
             block_tokens=group.block_tokens,
             steps=scheduler.steps_count if scheduler else 0,
             steps_in_flight=len(scheduler.in_flight) if scheduler else 0,
+            predicted_s=scheduler.in_flight.predicted_s if scheduler else 0.0,
+            chunk_step_error=scheduler.step_time.chunk_error if scheduler else 0.0,
+            decode_step_error=scheduler.step_time.decode_error if scheduler else 0.0,
         )
 
     def check_integrity(self) -> None:

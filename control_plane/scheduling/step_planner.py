@@ -33,9 +33,9 @@ def share_chunk(demands: Sequence[int], chunk_tokens: int, oldest_share: float) 
     The oldest is sure of its share, so that no long prompt starves; then the shortest go first, so
     that none waits behind a long one; what is left is the oldest's again.
     """
-    if not demands:
-        return []
     shares = [0] * len(demands)
+    if not demands or not chunk_tokens:
+        return shares
     sure = min(demands[0], max(1, round(chunk_tokens * oldest_share)))
     left = chunk_tokens - sure
     for i in sorted(range(1, len(demands)), key=lambda i: demands[i]):
@@ -48,7 +48,7 @@ def share_chunk(demands: Sequence[int], chunk_tokens: int, oldest_share: float) 
 def has_chunk_left(demands: Sequence[int], chunk_tokens: int, oldest_share: float) -> bool:
     """Whether one more prefill would surely get a token of this step."""
     if not demands:
-        return True
+        return chunk_tokens > 0
     sure = min(demands[0], max(1, round(chunk_tokens * oldest_share)))
     return sum(demands[1:]) < chunk_tokens - sure
 

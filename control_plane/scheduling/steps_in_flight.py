@@ -5,17 +5,23 @@ from dataclasses import dataclass
 
 from control_plane.scheduling.messages import PromptScores, RowResult, TopTokens
 from control_plane.scheduling.step_planner import PlannedRow
-from control_plane.scheduling.step_time import StepTimeModel
+from control_plane.scheduling.step_time import StepTimeModel, StepWork, context_of_chunk
+
+EARLY_ERRORS = 2
+"""So many usual errors earlier than predicted a step may well end."""
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that was sent; started_at is when the chips began it, as far as we can tell."""
+    """A step that was sent; started_at is when the chips began it, as far as we can tell.
+
+    predicted_s: how long it was expected to take when it was sent.
+    """
 
     step_id: int
     rows: list[PlannedRow]
-    chunk_tokens: int
-    context_tokens: int
+    work: StepWork
+    predicted_s: float
     started_at: float
 
 
@@ -23,6 +29,8 @@ class StepsInFlight:
     """In the order they were sent, which is the order they run in."""
 
     def __init__(self, step_time: StepTimeModel) -> None:
+        self.predicted_s = 0.0
+        """What all steps that ended were expected to take together."""
         self._steps: deque[StepInFlight] = deque()
         self._step_time = step_time
 
@@ -35,10 +43,10 @@ class StepsInFlight:
         return self._steps[0].started_at
 
     def add(self, step_id: int, rows: list[PlannedRow], now: float) -> None:
-        """A step is sent; its rows are already counted as planned."""
-        chunk_tokens = sum(row.tokens_count for row in rows if row.is_prefill)
-        context_tokens = sum(row.placement.planned_count for row in rows)
-        self._steps.append(StepInFlight(step_id, rows, chunk_tokens, context_tokens, now))
+        """A step is sent."""
+        work = _work_of(rows)
+        predicted_s = self._step_time.predict(work)
+        self._steps.append(StepInFlight(step_id, rows, work, predicted_s, now))
 
     def forgive(self, stall_s: float) -> None:
         """The control plane itself stood still so long: no step took that time."""
@@ -49,12 +57,11 @@ class StepsInFlight:
         """`lead_s` before the last one ends, as far as expected; None if none is or is known."""
         if not self._steps or not self._step_time.is_known:
             return None
-        expected_end = self._steps[0].started_at
+        earliest_end = self._steps[0].started_at
         for step in self._steps:
-            expected_end += self._step_time.predict(
-                len(step.rows), step.chunk_tokens, step.context_tokens
-            )
-        return expected_end - lead_s - self._step_time.margin_s
+            usual_errors = EARLY_ERRORS * self._step_time.error(step.work)
+            earliest_end += self._step_time.predict(step.work) * (1 - usual_errors)
+        return earliest_end - lead_s
 
     def expects(
         self, step_id: int, results: tuple[RowResult, ...], prompt_scores: tuple[PromptScores, ...]
@@ -69,14 +76,30 @@ class StepsInFlight:
             return False
         return all(map(_fits, sampled, results)) and all(map(_scores_fit, scoring, prompt_scores))
 
-    def take(self, now: float) -> StepInFlight:
-        """The oldest step ended; the next one begins."""
+    def take(self, now: float, device_s: float) -> StepInFlight:
+        """The oldest step ended; the next one begins.
+
+        device_s: how long the chips say they took; 0 if they do not. Times of arrival would blame
+        a step for what the network and this process took, and for waiting behind another step.
+        """
         step = self._steps.popleft()
-        seconds = now - step.started_at
-        self._step_time.observe(len(step.rows), step.chunk_tokens, step.context_tokens, seconds)
+        if step.rows:  # One that only releases slots takes no time to speak of.
+            self._step_time.observe(step.work, device_s or now - step.started_at)
+            self.predicted_s += step.predicted_s
         if self._steps:
             self._steps[0].started_at = now
         return step
+
+
+def _work_of(rows: list[PlannedRow]) -> StepWork:
+    chunks = [row for row in rows if row.is_prefill]
+    decodes = [row for row in rows if not row.is_prefill]
+    return StepWork(
+        chunk_tokens=sum(row.tokens_count for row in chunks),
+        chunk_context=sum(context_of_chunk(row.start, row.tokens_count) for row in chunks),
+        decode_rows=len(decodes),
+        decode_context=sum(row.start + 1 for row in decodes),
+    )
 
 
 def _fits(row: PlannedRow, result: RowResult) -> bool:

@@ -28,7 +28,10 @@ FULL = Snapshot(
     ),
     groups=(
         GroupSnapshot(
-            "g0", 3, ("chip0",), "serving", 8, 5, 2, BlockCounts(4, 12, 48, 64), 16, 100, 2
+            *("g0", 3, ("chip0",), "serving", 8, 5, 2, BlockCounts(4, 12, 48, 64), 16, 100, 2),
+            predicted_s=7.5,
+            chunk_step_error=0.2,
+            decode_step_error=0.1,
         ),
         GroupSnapshot("g1", 1, ("chip1",), "waiting", 0, 0, 0, BlockCounts(0, 0, 0, 0), 16, 0, 0),
     ),
@@ -157,6 +160,9 @@ def test_gauges_are_those_of_the_core_at_the_scrape(watched) -> None:
     assert kept == before[key("kv_blocks", group="g0", state="total")] == 64
     assert before[key("chip_kv_blocks", group="g0", worker="chip0")] == 64
     assert before[key("group_serving", group="g1")] == 0
+    assert before[key("step_predicted_seconds_total", group="g0")] == 7.5
+    assert before[key("step_time_error", group="g0", steps="chunk")] == 0.2
+    assert before[key("step_time_error", group="g0", steps="decode")] == 0.1
     assert before[key("workers", state="serving")] == before[key("workers", state="lost")] == 1
     # Everybody cancelled, and no step has come since.
     watched.core, watched.open_count = AT_REST, 0

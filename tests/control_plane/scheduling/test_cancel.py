@@ -68,6 +68,7 @@ class Round:
             running_max=random.choice([3, 8]),
             policy=random.choice(POLICIES),
             prefix_cache=random.random() < 0.8,
+            plan_lead_s=1.0,  # Two steps on their way: a retraction finds rows in them.
             digest_interval_steps=1,
         )
         windows = random.choice([(0,), *BLOCKS_COUNTS])

@@ -37,6 +37,8 @@ from tests.fakes.fake_intake import FakeIntake
 
 KV_WINDOWS = [(0,), (0, 40), (0,), (24,), (0,), (0, 32, 32), (0,), (0, 5, 9), (0,), (0, 0, 7), (3,)]
 """Of the KV groups, by seed: windows longer and shorter than chunks, blocks and requests."""
+TARGETS_MS = (0.0, 15.0, 100.0)
+"""By seed: none, one that cannot be held with a chunk, one that can."""
 SEEDS_COUNT = 1_000
 SEEDS_COUNT_LONG = 10_000
 EVENTS_MAX = 50_000
@@ -114,6 +116,7 @@ class Scenario:
             queue_requests_max=random.choice([5, 1024, 1024]),
             ageing_s=random.choice([0.1, 5.0]),
             digest_interval_steps=1,
+            decode_latency_target_ms=TARGETS_MS[seed % len(TARGETS_MS)],
             retractions_before_reservation=random.choice([1, 2, 4]),
             group_deaths_max=random.choice([1, 2]),
             recovery_timeout_s=20.0,

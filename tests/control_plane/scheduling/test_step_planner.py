@@ -3,7 +3,6 @@
 import pytest
 
 from control_plane.scheduling.step_planner import has_chunk_left, share_chunk
-from control_plane.scheduling.step_time import StepTimeModel
 from control_plane.scheduling.timers import Timers
 
 
@@ -38,23 +37,10 @@ def test_one_more_prefill_fits_while_the_others_leave_something() -> None:
     assert not has_chunk_left([1000, 75], 100, 0.25)
 
 
-def test_step_time_learns_what_steps_cost() -> None:
-    model = StepTimeModel()
-    assert not model.is_known
-    for i in range(300):
-        chunk = (i % 4) * 100
-        model.observe(4, chunk, 1000, 0.010 + chunk * 0.0001)
-    assert model.is_known
-    assert model.predict(4, 0, 1000) == pytest.approx(0.010, rel=0.2)
-    assert model.predict(4, 300, 1000) == pytest.approx(0.040, rel=0.2)
-    assert model.prefill_tokens_per_s == pytest.approx(10_000, rel=0.3)
-
-
-def test_step_time_starts_from_the_warm_up() -> None:
-    model = StepTimeModel(decode_step_s=0.02, prefill_tokens_per_s=1000)
-    assert model.is_known
-    assert model.predict(1, 0, 0) == pytest.approx(0.02)
-    assert model.predict(1, 100, 0) == pytest.approx(0.12)
+def test_a_step_without_room_for_prompts_takes_none() -> None:
+    assert share_chunk([1000, 10], 0, 0.25) == [0, 0]
+    assert not has_chunk_left([], 0, 0.25)
+    assert not has_chunk_left([1000], 0, 0.25)
 
 
 def test_timers_fire_in_order_of_time_and_forget_what_was_moved() -> None:

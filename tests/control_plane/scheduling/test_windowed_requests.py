@@ -297,6 +297,8 @@ def test_a_prefix_draws_a_request_to_a_group_only_if_it_is_of_use_there(is_whole
     answered(core, "a", SYSTEM, 2, target_group="g0")
     if not is_whole:
         forget_window_blocks(core)
+    core.submit("z", range(600, 640), max_tokens=2, target_group="g1")  # So both are measured.
+    core.finish_all("g1")
     core.submit("busy", range(20), max_tokens=9, target_group="g0")
     core.submit("b", [*SYSTEM, *range(10)], max_tokens=2)
     assert core.core._requests["b"].group_id == chosen
