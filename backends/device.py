@@ -12,6 +12,7 @@ from typing_extensions import override
 from backends.arena import Arena, WholeArena
 from backends.plugin import ChipDescription
 from backends.scratch import Lifetime, ScratchArena
+from backends.weight_form import WeightForm
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Matrix(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers as they are written and read."""
+        """Of its numbers as they are read, and of what it is multiplied with."""
 
     @property
     def nbytes(self) -> int:
@@ -107,25 +108,47 @@ class Device(ABC):
         for source, target in zip(sources, targets, strict=True):
             self.copy(source, target)
 
-    def allocate_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Matrix:
+    @property
+    def weight_forms(self) -> frozenset[WeightForm]:
+        """What `allocate_matrix` can make; default: plain ones."""
+        return frozenset({WeightForm.PLAIN})
+
+    def allocate_matrix(
+        self, shape: Sequence[int], dtype: torch.dtype, form: WeightForm = WeightForm.PLAIN
+    ) -> Matrix:
         """A weight of `shape` [N, K], contents undefined, for `write_rows` to fill.
 
-        Matrices that a step reads one after the other are allocated in that order. Default: a
-        tensor. Raises OutOfMemory.
+        form: one of `weight_forms`. Matrices that a step reads one after the other are allocated in
+        that order. Default: a tensor. Raises OutOfMemory.
         """
+        assert form is WeightForm.PLAIN, f"this chip has no matrices of {form}"
         return self.allocate(shape, dtype)
 
-    def matrix_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+    def matrix_bytes(
+        self, shape: Sequence[int], dtype: torch.dtype, form: WeightForm = WeightForm.PLAIN
+    ) -> int:
         """What `allocate_matrix` will take of the chip."""
+        assert form is WeightForm.PLAIN, f"this chip has no matrices of {form}"
         return math.prod(shape) * dtype.itemsize
 
     def write_rows(self, matrix: Matrix, first: int, rows: torch.Tensor) -> None:
-        """Puts host rows [n, K] of the matrix's dtype into it, from row `first` on."""
+        """Puts host rows [n, K] of the matrix's dtype into it, from row `first` on.
+
+        Into a matrix of the form Q8_0 rows of any floating dtype, which are rounded; none into one
+        of 4 bits.
+        """
         assert isinstance(matrix, torch.Tensor), "who makes matrices of another kind writes them"
         self.copy(rows, matrix[first : first + len(rows)])
 
+    def write_blocks(self, matrix: Matrix, first: int, blocks: torch.Tensor) -> None:
+        """Puts rows of a file's blocks into a matrix of their form, from row `first` on.
+
+        blocks [n, form.row_bytes(K)] uint8, on the host; K is a multiple of a block's columns.
+        """
+        raise NotImplementedError("who makes matrices of blocks writes them")
+
     def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
-        """Some rows of it [n, K] as they were written, on the host."""
+        """Some rows of it [n, K] on the host: what it computes with, rounded to its dtype."""
         assert isinstance(matrix, torch.Tensor), "who makes matrices of another kind reads them"
         if isinstance(rows, range):
             return self.to_host(matrix[rows.start : rows.stop : rows.step])

@@ -30,6 +30,7 @@ from backends.paged_pool import PagedMemoryPool, paged_layout
 from backends.plugin import Backend, BackendConfig, ChipDescription, load_object, reason_of
 from backends.probes import probe_device, probe_requirements
 from backends.scratch import Lifetime, ScratchArena
+from backends.weight_form import WeightForm
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 from kernels.spec import SOFT_CAP, WINDOW, BoundKV, Choice, Implementation, Requirement
 
@@ -60,6 +61,7 @@ __all__ = [
     "MemoryPool",
     "Requirement",
     "ScratchArena",
+    "WeightForm",
     "Work",
     "open_runtime",
 ]

@@ -19,7 +19,7 @@ import structlog
 
 from backends.errors import BackendError
 from backends.plugin import AUTO, Backend, BackendConfig, choose_backend, find_backend
-from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, WorkerConfig
+from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, WEIGHTS, WorkerConfig
 from chip_worker.errors import ConfigurationError, ModelError
 from chip_worker.exit_code import ExitCode
 from chip_worker.logs import configure_logging
@@ -99,6 +99,13 @@ _log = structlog.get_logger()
 )
 @click.option("--chips-on-host", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Such as float32 or bfloat16.")
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHTS),
+    default="auto",
+    show_default=True,
+    help="How weights are held: bf16: in the dtype; int8; native: as the GGUF file has them.",
+)
 @click.option("--kv-blocks", type=click.IntRange(min=1), help="Default: what memory allows.")
 @click.option(
     "--status-file",

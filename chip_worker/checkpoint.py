@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from backends.interface import WeightForm
 from chip_worker.errors import ModelError
 from chip_worker.model_config import ConfigFields, ModelConfig
 
@@ -57,6 +58,20 @@ class Checkpoint(ABC):
         ModelError if it is missing.
         """
 
+    def form(self, name: str) -> WeightForm:
+        """The form of blocks that `read_blocks` can give a matrix in; default: none, plain."""
+        self.shape(name)
+        return WeightForm.PLAIN
+
+    def read_blocks(
+        self, name: str, rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        """A matrix of such a form, or the named part, as its blocks: [n, bytes] uint8, on the host.
+
+        Columns must be whole blocks, rows as for `read`.
+        """
+        raise NotImplementedError(f"{self.path} has no blocks of {name}")
+
     @abstractmethod
     def check_type(self, name: str) -> None:
         """Raises ModelError if the tensor's numbers cannot be read; reads little of it."""
@@ -88,12 +103,13 @@ class Checkpoint(ABC):
         known = {self.stored_name(name) for name in names}
         return [stored for stored in self.entries if stored not in known]
 
-    def fingerprint(self, config: ModelConfig) -> ModelFingerprint:
-        """Identity of the model, read as `config`; reads no weights."""
+    def fingerprint(self, config: ModelConfig, weights: str) -> ModelFingerprint:
+        """Identity of the model, read as `config`, held as `weights` says; reads no weights."""
         facts = {
             "config": asdict(config),
             "tensors": {name: asdict(entry) for name, entry in self.entries.items()},
             "files_bytes": self._files_bytes,
+            "weights": weights,
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         return ModelFingerprint(

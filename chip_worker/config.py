@@ -9,6 +9,8 @@ MIB = 1 << 20
 ACQUIRE_DEADLINE_S = 60.0
 CAPTURED_TOKENS = 64
 """Beyond that a step's operations take long beside the calls that ask for them."""
+WEIGHTS = ("auto", "bf16", "int8", "native")
+"""How weights may be held: see docs/kernels.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class WorkerConfig:
     model_path: a GGUF file or a Hugging Face directory. chip_indices: chips this process may use,
     of which it serves the first that opens. devices: ids of the chips of the service, in which the
     indices are positions; empty: all there are. dtype: a name such as "float32", or "auto".
-    Intervals of heartbeats come from the control plane's Welcome.
+    weights: one of WEIGHTS. Intervals of heartbeats come from the control plane's Welcome.
     """
 
     worker_id: str
@@ -29,6 +31,7 @@ class WorkerConfig:
     devices: tuple[str, ...] = ()
     chips_on_host: int = 1
     dtype: str = "auto"
+    weights: str = "auto"
     backend_options: Mapping[str, str] = field(default_factory=dict)
     kv_blocks: int | None = None
     """Blocks of the KV pool; None takes what the slots can need, within `kv_memory_fraction`."""
@@ -65,6 +68,8 @@ class WorkerConfig:
             raise ConfigurationError(
                 f"captured_tokens is {self.captured_tokens}; it must be 0 or more"
             )
+        if self.weights not in WEIGHTS:
+            raise ConfigurationError(f"weights is {self.weights!r}; choose {', '.join(WEIGHTS)}")
         if not self.acquire_deadline_s > 0.0:
             raise ConfigurationError(
                 f"acquire_deadline_s is {self.acquire_deadline_s}; it must be above 0"

@@ -3,7 +3,7 @@
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
 import numpy as np
@@ -12,12 +12,16 @@ import torch
 from gguf import GGUFEndian, GGUFReader, GGUFValueType
 from typing_extensions import override
 
+from backends.interface import WeightForm
 from chip_worker.checkpoint import Checkpoint, TensorEntry
 from chip_worker.errors import ModelError
 from chip_worker.gguf_fields import read_gguf_fields
 
 # Architectures whose converter stores query and key rows pairwise: (x[0], x[d/2], x[1], ...).
 _PAIRWISE_ROTARY = frozenset({"llama"})
+_FORMS = {form.value: form for form in WeightForm if form is not WeightForm.PLAIN}
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 class HeaderReader(GGUFReader):
@@ -109,6 +113,26 @@ class GgufCheckpoint(Checkpoint):
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     @override
+    def form(self, name: str) -> WeightForm:
+        shape = self.shape(name)
+        type_name = self.entries[self.stored_name(name)].type_name
+        return _FORMS.get(type_name, WeightForm.PLAIN) if len(shape) > 1 else WeightForm.PLAIN
+
+    @override
+    def read_blocks(
+        self, name: str, rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        form = self.form(name)
+        data = np.asarray(self._tensors[self.stored_name(name)].data)
+        blocks = data if rows is None else data[rows.start : rows.stop]
+        if columns is not None:
+            blocks = blocks[:, form.row_bytes(columns.start) : form.row_bytes(columns.stop)]
+        if self._pairwise and _is_rotated(name):
+            blocks = _halves_from_pairs(blocks, self._head_size())
+        # Not the file's map itself, which must not be touched after close.
+        return torch.from_numpy(np.array(blocks))
+
+    @override
     def check_type(self, name: str) -> None:
         # Nothing else tells what can be dequantized but to do it; the rows of one head do.
         rows = min(self.shape(name)[0], self._head_size())
@@ -171,9 +195,9 @@ def _is_rotated(name: str) -> bool:
     return name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias"))
 
 
-def _halves_from_pairs(values: npt.NDArray[np.float32], head_size: int) -> npt.NDArray[np.float32]:
+def _halves_from_pairs(values: npt.NDArray[Number], head_size: int) -> npt.NDArray[Number]:
     """Undoes the converter's order of rows within a head: pairs (i, i + d/2) stood side by side."""
     assert values.shape[0] % head_size == 0, "query and key rows are read by whole heads"
     paired = values.reshape(-1, head_size // 2, 2, *values.shape[1:])
-    halves: npt.NDArray[np.float32] = paired.swapaxes(1, 2).reshape(values.shape)
+    halves: npt.NDArray[Number] = paired.swapaxes(1, 2).reshape(values.shape)
     return halves

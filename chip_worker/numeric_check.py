@@ -42,16 +42,30 @@ class NumericCheck:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
     def __post_init__(self) -> None:
-        self._numbers = torch.randn(_NUMBERS, generator=self.generator).to(self.dtype)
+        self._normal = torch.randn(_NUMBERS, generator=self.generator).to(self.dtype)
+        whole = torch.randint(-127, 128, (_NUMBERS,), generator=self.generator)
+        whole[::8] = torch.where(whole[::8] < 0, -127, 127)
+        self._eight_bits = whole.to(self.dtype) / 64
 
     def random(self, *shape: int) -> torch.Tensor:
         """Normal numbers on the host, exact in the model's dtype."""
+        return self._drawn(self._normal, *shape)
+
+    def eight_bits(self, *shape: int) -> torch.Tensor:
+        """Numbers that lose nothing where activations are rounded to 8 bits, group by group.
+
+        They are whole steps of the largest of them, which every group holds.
+        """
+        return self._drawn(self._eight_bits, *shape)
+
+    def _drawn(self, numbers: torch.Tensor, *shape: int) -> torch.Tensor:
         # Drawing each would take as long as the products they are for. No row repeats another: its
         # length does not divide a prime number.
         count = math.prod(shape)
         start = int(torch.randint(_NUMBERS, (1,), generator=self.generator))
         repeats = -(-(start + count) // _NUMBERS)
-        numbers = self._numbers if repeats == 1 else self._numbers.repeat(repeats)
+        if repeats > 1:
+            numbers = numbers.repeat(repeats)
         return numbers[start : start + count].view(shape)
 
     def vector(self, on_chip: torch.Tensor) -> Operand:

@@ -115,7 +115,7 @@ class _WeightProbe:
         check.rows("rms_norm", (hidden,), self._norm, epsilon)
         check.rows("add_rms_norm", (hidden, residual), self._norm, epsilon)
         for matrix, bias in zip(self._matrices, self._biases, strict=True):
-            x = check.random(rows, matrix.on_chip.shape[1])
+            x = check.eight_bits(rows, matrix.on_chip.shape[1])
             check.rows("linear", (x,), matrix, bias, None)
         self._heads(rows, positions_max)
         gate_up = check.random(rows, 2 * len(self._loaded.shard.intermediate))
@@ -170,7 +170,7 @@ class _WeightProbe:
         """The whole shard of the LM head; the reference sees a sample and what came out largest."""
         check, head = self._check, self._loaded.weights.head
         numbers, sampled = self._sampled_head
-        hidden = check.random(rows, self._loaded.config.hidden_size)
+        hidden = check.eight_bits(rows, self._loaded.config.hidden_size)
         found = check.call("logits", hidden, Operand(head, None))
         beyond = self._beyond_range(found, hidden, rows)
         found[:, beyond] = 0.0

@@ -89,6 +89,7 @@ class Session:
             raise BackendUnavailable(f"no chip could be opened: {'; '.join(reasons)}")
         self._device = acquired.granted[0]
         self.chip = self._device.chip
+        loader.check_device(self._device)
         self._form: FormGroup | None = None
         """The epoch this rank is in, or on its way to."""
         self._ended: dict[str, _Position] = {}

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import structlog
 import torch
 
-from backends.interface import Device
+from backends.errors import BackendUnavailable
+from backends.interface import Device, WeightForm
 from backends.plugin import ModelLoadPlan
 from chip_worker.checkpoint import ModelFingerprint
 from chip_worker.kv_groups import KVGroups, model_kv_groups
@@ -14,6 +16,11 @@ from chip_worker.models.model import Model
 from chip_worker.models.registry import find_model
 from chip_worker.tensor_parallel import ShardPlan, plan_shard
 from chip_worker.weights import ShardReader, open_checkpoint
+
+SHARD_LOADED = "shard.loaded"
+SHARD_EXPANDED = "shard.weights_expanded"
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,28 @@ class LoadedShard:
 class ShardLoader:
     """The open checkpoint and at most one shard of it on the chip."""
 
-    def __init__(self, model_path: str) -> None:
-        """Opens the checkpoint and checks its tensors, loads none. Raises ModelError."""
+    def __init__(self, model_path: str, weights: str = "auto") -> None:
+        """Opens the checkpoint and checks its tensors, loads none. Raises ModelError.
+
+        weights: one of `chip_worker.config.WEIGHTS`.
+        """
+        self._weights = "bf16" if weights == "auto" else weights
         self._checkpoint = open_checkpoint(model_path)
         self._model, self._config = find_model(self._checkpoint)
         self._loaded: LoadedShard | None = None
 
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model."""
-        return self._checkpoint.fingerprint(self._config)
+        return self._checkpoint.fingerprint(self._config, self._weights)
+
+    def check_device(self, device: Device) -> None:
+        """Raises BackendUnavailable if the chip cannot hold weights as it is told to."""
+        needed = {"int8": {WeightForm.Q8_0}, "native": set(WeightForm)}.get(self._weights, set())
+        if not needed <= device.weight_forms:
+            raise BackendUnavailable(
+                f"--weights is {self._weights}, but this chip has no kernels for weights of 8 or 4 "
+                "bits; choose --weights bf16, or the cpu backend with its native kernels"
+            )
 
     @property
     def kv_groups(self) -> KVGroups:
@@ -61,10 +81,8 @@ class ShardLoader:
 
     def load_plan(self, shard: ShardPlan, device: Device, dtype: torch.dtype) -> ModelLoadPlan:
         """What loading the shard in `dtype` will take of the device, for the backend."""
-        weight_bytes = sum(
-            device.matrix_bytes(shape, dtype) if len(shape) > 1 else shape[0] * dtype.itemsize
-            for shape in self._model.weight_shapes(self._config, shard)
-        )
+        reader = ShardReader(self._checkpoint, device, dtype, self._weights)
+        weight_bytes = sum(map(reader.bytes_of, self._model.weight_pieces(self._config, shard)))
         return ModelLoadPlan(self._config.architecture, weight_bytes, shard.rank, shard.world_size)
 
     @property
@@ -82,9 +100,19 @@ class ShardLoader:
             return
         # Dropped first: two shards may not fit the chip.
         self._loaded = None
-        reader = ShardReader(self._checkpoint, device, dtype)
+        reader = ShardReader(self._checkpoint, device, dtype, self._weights)
         weights = self._model.load(self._config, shard, reader)
         self._loaded = LoadedShard(self._model, self._config, shard, weights, dtype)
+        matrices = {form.value: count for form, count in reader.forms.items()}
+        _log.info(SHARD_LOADED, weights=self._weights, matrices=matrices, bytes=reader.bytes_read)
+        if reader.cut:
+            _log.warning(
+                SHARD_EXPANDED,
+                matrices=len(reader.cut),
+                first=min(reader.cut),
+                reason="this chip's columns begin or end within a block; another number of chips "
+                "in the group may not cut blocks",
+            )
 
     def close(self) -> None:
         """Forgets the shard and closes the checkpoint."""

@@ -1,6 +1,7 @@
-"""Weights of one rank: pieces read from a checkpoint, put together on the chip in its dtype."""
+"""Weights of one rank: pieces read from a checkpoint, put together on the chip as it holds them."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from backends.interface import Device
+from backends.interface import Device, WeightForm
 from chip_worker.checkpoint import Checkpoint
 from chip_worker.errors import ModelError
 from chip_worker.gguf_checkpoint import GgufCheckpoint
@@ -60,13 +61,31 @@ def stacked_shape(pieces: Pieces) -> tuple[int, ...]:
 
 
 class ShardReader:
-    """Reads one rank's tensors; they belong to the caller, `bytes_read` counts them."""
+    """Reads one rank's tensors; they belong to the caller, `bytes_read` counts them.
 
-    def __init__(self, checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> None:
+    weights: "bf16": matrices are plain, in `dtype`; "int8": of the form Q8_0; "native": of their
+    form in the checkpoint, where all of a matrix has one that the chip knows, else plain. forms: of
+    the matrices read so far. cut: names of those that are plain because this rank's columns begin
+    or end within a block.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: Device, dtype: torch.dtype, weights: str = "bf16"
+    ) -> None:
         self.bytes_read = 0
+        self.forms: Counter[WeightForm] = Counter()
+        self.cut: set[str] = set()
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
+        self._weights = weights
+
+    def bytes_of(self, pieces: Pieces) -> int:
+        """What `read` will take of the chip. Raises ModelError for a missing tensor."""
+        shape = stacked_shape(pieces)
+        if len(shape) == 1:
+            return shape[0] * self._dtype.itemsize
+        return self._device.matrix_bytes(shape, self._dtype, self._form(pieces))
 
     def read(self, pieces: Pieces) -> Any:  # noqa: ANN401 - as the shape says
         """What is made of the pieces, on the chip: a Matrix if they have columns, else a vector.
@@ -80,26 +99,62 @@ class ShardReader:
             vector = device.allocate(shape, self._dtype)
             self.bytes_read += vector.nbytes
             for first, numbers in self._rows(pieces):
-                device.copy(numbers, vector[first : first + len(numbers)])
+                device.copy(numbers.to(self._dtype), vector[first : first + len(numbers)])
             return vector
-        matrix = device.allocate_matrix(shape, self._dtype)
+        form = self._form(pieces)
+        matrix = device.allocate_matrix(shape, self._dtype, form)
         self.bytes_read += matrix.nbytes
+        self.forms[form] += 1
+        if self._weights == "native" and form is not WeightForm.PLAIN:
+            for first, blocks in self._blocks(pieces):
+                device.write_blocks(matrix, first, blocks)
+            return matrix
         for first, rows in self._rows(pieces):
-            device.write_rows(matrix, first, rows)
+            # What is to be rounded to 8 bits is not rounded twice.
+            plain = form is WeightForm.PLAIN
+            device.write_rows(matrix, first, rows.to(self._dtype) if plain else rows)
         return matrix
+
+    def _form(self, pieces: Pieces) -> WeightForm:
+        """How a matrix is held."""
+        if self._weights == "int8":
+            return WeightForm.Q8_0
+        if self._weights != "native" or any(piece.offset for piece in pieces):
+            return WeightForm.PLAIN
+        first, *others = {self._checkpoint.form(piece.name) for piece in pieces}
+        if others or first not in self._device.weight_forms:
+            return WeightForm.PLAIN
+        if not _has_whole_blocks(pieces, first):
+            self.cut.add(pieces[0].name)
+            return WeightForm.PLAIN
+        return first
+
+    def _blocks(self, pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
+        """As `_rows`."""
+        for first, piece, rows in _places(pieces):
+            yield first, self._checkpoint.read_blocks(piece.name, rows, piece.columns)
 
     def _rows(self, pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
         """Some after the other, and where they belong: the host needs memory for those only."""
-        start = 0
-        for piece in pieces:
-            stored = 0 if piece.rows is None else piece.rows.start
-            for part in _parts(piece):
-                rows = range(stored + part.start, stored + part.stop)
-                values = self._checkpoint.read(piece.name, rows, piece.columns)
-                if piece.offset:
-                    values = values.float() + piece.offset
-                yield start + part.start, values.to(self._dtype)
-            start += piece.held_shape[0]
+        for first, piece, rows in _places(pieces):
+            values = self._checkpoint.read(piece.name, rows, piece.columns)
+            yield first, values.float() + piece.offset if piece.offset else values
+
+
+def _has_whole_blocks(pieces: Pieces, form: WeightForm) -> bool:
+    """Whether the columns of all pieces begin and end with blocks."""
+    cuts = [piece.columns for piece in pieces if piece.columns is not None]
+    return not any(edge % form.block_columns for cut in cuts for edge in (cut.start, cut.stop))
+
+
+def _places(pieces: Pieces) -> Iterator[tuple[int, Piece, range]]:
+    """Rows of the pieces in parts to read at a time, each with its first row in what is made."""
+    start = 0
+    for piece in pieces:
+        stored = 0 if piece.rows is None else piece.rows.start
+        for part in _parts(piece):
+            yield start + part.start, piece, range(stored + part.start, stored + part.stop)
+        start += piece.held_shape[0]
 
 
 def _parts(piece: Piece) -> Iterator[range]:

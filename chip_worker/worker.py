@@ -99,7 +99,7 @@ def _open_session(
         announce(config, identity_without_chip(config, incarnation, reason))
 
     # First, and unwatched: what is wrong or slow with a checkpoint is not the chip's doing.
-    loader = ShardLoader(config.model_path)
+    loader = ShardLoader(config.model_path, config.weights)
     try:
         with AcquireWatch(config.acquire_deadline_s, tell):
             # A vendor's libraries are imported here: that may fail or hang like the chip itself.

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 LIBRARY_PATH = Path(__file__).parent / "cpu" / "build" / "libpolychip_kernels.so"
-VERSION = 3
+VERSION = 4
 """The interface its callers were written for; kVersion in kernels/cpu/api.cpp."""
 
 

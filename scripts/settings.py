@@ -33,6 +33,7 @@ class ServeSettings:
     allows. backend: of the groups that name none. group_backends: one a group; empty means
     `backend` for all. devices: ids by backend, one a chip; a backend that is missing takes its
     first chips. backend_options: NAME=VALUE texts by backend. debug_backend: None: no records.
+    weights: how workers hold them.
     """
 
     control_plane: ControlPlaneConfig
@@ -49,6 +50,7 @@ class ServeSettings:
     debug_backend: str | None = None
     debug_backend_calls: int = 256
     captured_tokens: int = CAPTURED_TOKENS
+    weights: str = "auto"
 
     @property
     def host(self) -> str:
@@ -125,6 +127,7 @@ def worker_command(settings: ServeSettings, chip_index: int, worker_port: int) -
     command += ["--control-plane", f"{dialled(control_plane.worker_host)}:{worker_port}"]
     command += ["--model", control_plane.model_path, "--model-name", control_plane.model_name]
     command += ["--backend", chip.backend, "--dtype", settings.dtype]
+    command += ["--weights", settings.weights]
     command += ["--chip", str(chip.local_index)]
     command += ["--chips-on-host", str(settings.chips_of(chip.backend))]
     if devices := settings.devices.get(chip.backend):

@@ -14,11 +14,12 @@ from typing_extensions import override
 from backends.arena import Arena
 from backends.cpu.arena import MappedArena
 from backends.cpu.host import CpuChip, host_memory
-from backends.cpu.kernel_library import Engine, PackedMatrix, packed_bytes
+from backends.cpu.kernel_library import FORMS, Engine, PackedMatrix, packed_bytes
 from backends.cpu.program import ProgramMemory, RecordedProgram, Recorder
 from backends.device import CapturedProgram, Device, Matrix, MemoryInfo
 from backends.errors import BackendUnavailable, OutOfMemory, UnsupportedOperation
 from backends.scratch import Lifetime
+from backends.weight_form import WeightForm
 
 # Below this the operating system is not asked how much memory is left: asking takes longer.
 _ASKS_FROM_BYTES = 64 << 20
@@ -59,16 +60,24 @@ class CpuDevice(Device):
         weakref.finalize(tensor.untyped_storage(), self._give_back, asked_bytes).atexit = False
         return tensor
 
+    @property
     @override
-    def allocate_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Matrix:
+    def weight_forms(self) -> frozenset[WeightForm]:
+        """Those of the native kernels, where there is an engine."""
+        return super().weight_forms if self._engine is None else frozenset(FORMS)
+
+    @override
+    def allocate_matrix(
+        self, shape: Sequence[int], dtype: torch.dtype, form: WeightForm = WeightForm.PLAIN
+    ) -> Matrix:
         """Packed where there is an engine, its padding counted."""
         if self._engine is None:
-            return super().allocate_matrix(shape, dtype)
+            return super().allocate_matrix(shape, dtype, form)
         what = f"a matrix of {tuple(shape)}"
-        asked_bytes = self.matrix_bytes(shape, dtype)
+        asked_bytes = self.matrix_bytes(shape, dtype, form)
         self._take(what, asked_bytes)
         try:
-            matrix = PackedMatrix(self._engine, shape, dtype)
+            matrix = PackedMatrix(self._engine, shape, dtype, form)
         except MemoryError as error:
             self._give_back(asked_bytes)
             raise self._out_of_memory(what, asked_bytes, str(error)) from error
@@ -76,10 +85,12 @@ class CpuDevice(Device):
         return matrix
 
     @override
-    def matrix_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+    def matrix_bytes(
+        self, shape: Sequence[int], dtype: torch.dtype, form: WeightForm = WeightForm.PLAIN
+    ) -> int:
         if self._engine is None:
-            return super().matrix_bytes(shape, dtype)
-        return packed_bytes(shape, dtype)
+            return super().matrix_bytes(shape, dtype, form)
+        return packed_bytes(shape, dtype, form)
 
     @override
     def write_rows(self, matrix: Matrix, first: int, rows: torch.Tensor) -> None:
@@ -87,6 +98,11 @@ class CpuDevice(Device):
             matrix.write(first, rows)
         else:
             super().write_rows(matrix, first, rows)
+
+    @override
+    def write_blocks(self, matrix: Matrix, first: int, blocks: torch.Tensor) -> None:
+        assert isinstance(matrix, PackedMatrix), "only packed matrices are of blocks"
+        matrix.write_blocks(first, blocks)
 
     @override
     def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:

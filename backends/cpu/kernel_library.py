@@ -12,10 +12,14 @@ from typing import Protocol
 import torch
 
 from backends.errors import BackendUnavailable
+from backends.weight_form import WeightForm
 from kernels.library import LibraryUnusable, open_library
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
 """Number in kernels/cpu/packed_matrix.h."""
+
+FORMS = {WeightForm.PLAIN: 0, WeightForm.Q8_0: 1, WeightForm.Q4_0: 2, WeightForm.Q4_1: 3}
+"""Form there."""
 
 TILE = 32
 """kPanelRows and kColumnTile there."""
@@ -202,9 +206,10 @@ def load_library() -> ctypes.CDLL:
         ("program_free", None, (pointer,)),
         ("program_run", None, (pointer, pointer)),
         ("record", None, (pointer, pointer)),
-        ("matrix_make", pointer, (pointer, ctypes.c_int32, number, number)),
+        ("matrix_make", pointer, (pointer, ctypes.c_int32, ctypes.c_int32, number, number)),
         ("matrix_free", None, (pointer,)),
         ("matrix_write", None, (pointer, number, number, pointer, number)),
+        ("matrix_write_blocks", None, (pointer, number, number, pointer)),
         ("matrix_read", None, (pointer, pointer, number, pointer)),
         ("linear", None, (pointer, ctypes.POINTER(Product))),
         ("lookup", None, (pointer, ctypes.POINTER(Lookup))),
@@ -223,38 +228,66 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def packed_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def packed_bytes(shape: Sequence[int], dtype: torch.dtype, form: WeightForm) -> int:
     """What a matrix takes, with its padding to whole panels and tiles."""
     rows, columns = (-(-size // TILE) * TILE for size in shape)
-    return rows * columns * dtype.itemsize
+    if form is WeightForm.PLAIN:
+        return rows * columns * dtype.itemsize
+    # Panels hold what blocks do, in another order.
+    return rows * (columns // form.block_columns) * form.block_bytes
 
 
 class PackedMatrix:
     """A weight [N, K] in the order the kernels read it; see kernels/cpu/packed_matrix.h."""
 
-    def __init__(self, engine: "Engine", shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        form: WeightForm = WeightForm.PLAIN,
+    ) -> None:
         """Raises MemoryError."""
         rows, columns = shape
         library = engine.library
-        address = library.polychip_matrix_make(engine.address, NUMBERS[dtype], rows, columns)
+        address = library.polychip_matrix_make(
+            engine.address, NUMBERS[dtype], FORMS[form], rows, columns
+        )
         if not address:
             raise MemoryError(f"no memory for a matrix of {tuple(shape)}")
         self.engine = engine
         self.address: int = address
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.nbytes = packed_bytes(shape, dtype)
+        self.form = form
+        self.nbytes = packed_bytes(shape, dtype, form)
         weakref.finalize(self, library.polychip_matrix_free, address).atexit = False
 
     def write(self, first: int, rows: torch.Tensor) -> None:
         """See `Device.write_rows`."""
-        assert rows.dtype == self.dtype, f"{rows.dtype} into a matrix of {self.dtype}"
+        if self.form is WeightForm.PLAIN:
+            assert rows.dtype == self.dtype, f"{rows.dtype} into a matrix of {self.dtype}"
+        else:
+            assert self.form is WeightForm.Q8_0, f"numbers into a matrix of {self.form}"
+            rows = rows.float()
         rows = rows.contiguous()
         count, columns = rows.shape
         assert columns == self.shape[1], f"rows of {columns} into a matrix of {self.shape}"
         assert 0 <= first <= first + count <= self.shape[0], f"rows {first} + {count}"
         self.engine.library.polychip_matrix_write(
             self.address, first, count, rows.data_ptr(), columns
+        )
+
+    def write_blocks(self, first: int, blocks: torch.Tensor) -> None:
+        """See `Device.write_blocks`."""
+        rows, columns = self.shape
+        assert blocks.dtype == torch.uint8, blocks.dtype
+        expected = self.form.row_bytes(columns)
+        assert blocks.shape[1:] == (expected,), f"rows of {blocks.shape} into {self.shape}"
+        assert 0 <= first <= first + len(blocks) <= rows, f"rows {first} + {len(blocks)}"
+        blocks = blocks.contiguous()
+        self.engine.library.polychip_matrix_write_blocks(
+            self.address, first, len(blocks), blocks.data_ptr()
         )
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:

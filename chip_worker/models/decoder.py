@@ -25,7 +25,7 @@ from chip_worker.models.rope import rotary_table
 from chip_worker.models.summed_projection import SummedProjection
 from chip_worker.models.vocabulary import VocabularyEmbedding, VocabularyHead
 from chip_worker.tensor_parallel import ShardPlan
-from chip_worker.weights import ShardReader, stacked_shape
+from chip_worker.weights import Pieces, ShardReader
 
 _OPERATIONS = ("embedding", "rms_norm", "add_rms_norm", "linear", "logits", "rotary")
 
@@ -109,8 +109,8 @@ class DecoderModel(Model):
 
     @staticmethod
     @override
-    def weight_shapes(config: ModelConfig, shard: ShardPlan) -> Iterable[Sequence[int]]:
-        return map(stacked_shape, DecoderPlan(config, shard).tensors())
+    def weight_pieces(config: ModelConfig, shard: ShardPlan) -> Iterable[Pieces]:
+        return DecoderPlan(config, shard).tensors()
 
     @staticmethod
     @override

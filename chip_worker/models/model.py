@@ -12,7 +12,7 @@ from chip_worker.model_config import ModelConfig
 from chip_worker.models.decoder_weights import DecoderWeights
 from chip_worker.step_memory import StepMemory
 from chip_worker.tensor_parallel import ShardPlan
-from chip_worker.weights import ShardReader
+from chip_worker.weights import Pieces, ShardReader
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Model(ABC):
 
     @staticmethod
     @abstractmethod
-    def weight_shapes(config: ModelConfig, shard: ShardPlan) -> Iterable[Sequence[int]]:
-        """Of every matrix [N, K] and vector [n] that `load` will put on the chip."""
+    def weight_pieces(config: ModelConfig, shard: ShardPlan) -> Iterable[Pieces]:
+        """Of every matrix and vector that `load` will put on the chip."""
 
     @staticmethod
     @abstractmethod

@@ -10,7 +10,8 @@ from control_plane.scheduling.worker_table import Worker, WorkerState, WorkerTab
 
 CORDONED_REASON = "cordoned after too many faults of its own"
 MISMATCHED_REASON = (
-    "its model differs from that of the others (another model digest or attention window)"
+    "its model differs from that of the others (another model digest or attention window, or other "
+    "--weights)"
 )
 
 

@@ -8,12 +8,13 @@
 #include "engine.h"
 #include "linear.h"
 #include "probe.h"
+#include "quantized.h"
 #include "rows.h"
 
 using namespace polychip;
 
 // Changes with this interface.
-constexpr std::int32_t kVersion = 3;
+constexpr std::int32_t kVersion = 4;
 
 POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersion; }
 
@@ -59,12 +60,14 @@ POLYCHIP_EXPORT void polychip_program_run(Engine* engine, const Program* program
   program->run(engine->pool);
 }
 
-// Null if there is no memory. number: a Number.
+// Null if there is no memory. number: a Number. form: a Form.
 POLYCHIP_EXPORT PackedMatrix* polychip_matrix_make(Engine* engine, std::int32_t number,
-                                                   std::int64_t rows,
+                                                   std::int32_t form, std::int64_t rows,
                                                    std::int64_t columns) noexcept {
   try {
-    return PackedMatrix::make(engine->memory, static_cast<Number>(number), rows, columns).release();
+    return PackedMatrix::make(engine->memory, static_cast<Number>(number), static_cast<Form>(form),
+                              rows, columns)
+        .release();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
@@ -78,6 +81,12 @@ POLYCHIP_EXPORT void polychip_matrix_write(PackedMatrix* matrix, std::int64_t fi
   matrix->write(first, count, source, stride);
 }
 
+POLYCHIP_EXPORT void polychip_matrix_write_blocks(PackedMatrix* matrix, std::int64_t first,
+                                                  std::int64_t count,
+                                                  const std::byte* blocks) noexcept {
+  matrix->write_blocks(first, count, blocks);
+}
+
 // Rows by their numbers, one after the other into `target`.
 POLYCHIP_EXPORT void polychip_matrix_read(const PackedMatrix* matrix, const std::int64_t* rows,
                                           std::int64_t count, void* target) noexcept {
@@ -88,6 +97,13 @@ POLYCHIP_EXPORT void polychip_matrix_read(const PackedMatrix* matrix, const std:
 }
 
 POLYCHIP_EXPORT void polychip_linear(Engine* engine, const Product* product) noexcept {
+  if (product->weight->form() != Form::kPlain) {
+    engine->activations.reserve(product->rows, product->weight->padded_columns() / kGroupColumns);
+    const QuantizedKernels kernels = quantized_kernels(engine->instructions);
+    compute(engine, QuantizeRows(*product, engine->activations, kernels),
+            QuantizedLinear(*product, engine->activations, kernels));
+    return;
+  }
   compute(engine, Linear(*product, panel_kernel(product->weight->number(), engine->instructions)));
 }
 

@@ -5,6 +5,7 @@
 #include "operation.h"
 #include "packed_matrix.h"
 #include "program.h"
+#include "quantized.h"
 #include "thread_pool.h"
 
 #define POLYCHIP_EXPORT extern "C" __attribute__((visibility("default")))
@@ -13,6 +14,7 @@ struct Engine {
   polychip::ThreadPool pool;
   polychip::PanelMemory memory;
   polychip::Instructions instructions;
+  polychip::ActivationMemory activations = {};
   polychip::Program* recording = nullptr;  // what is asked for is added to it instead of computed
 };
 

@@ -21,12 +21,13 @@ Instructions found() {
   }
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512bf16")) {
+      !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) {
     return Instructions::kAvx2;
   }
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   asm volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-  constexpr unsigned kBfloat16Tiles = 1U << 22, kTiles = 1U << 24, kAll = kBfloat16Tiles | kTiles;
+  constexpr unsigned kBfloat16Tiles = 1U << 22, kTiles = 1U << 24, kByteTiles = 1U << 25;
+  constexpr unsigned kAll = kBfloat16Tiles | kTiles | kByteTiles;
   return (edx & kAll) == kAll && may_use_tiles() ? Instructions::kAmx : Instructions::kAvx512;
 }
 #else

@@ -59,7 +59,7 @@ struct Bfloat16 {
     const auto odd = [](Bits pairs) { return reinterpret_cast<Floats>(pairs & 0xffff0000U); };
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
-      const Bits pair = load<std::uint32_t>(input + row * stride) - Bits{};
+      const Bits pair = spread<Bits>(load<std::uint32_t>(input + row * stride));
       const Floats first = even(pair), second = odd(pair);
       sums[row].low += even(low) * first;
       sums[row].high += even(high) * first;

@@ -3,7 +3,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
+
+#include "quantized.h"
 
 namespace polychip {
 namespace {
@@ -56,16 +59,19 @@ std::byte* PanelMemory::take(int thread, std::size_t bytes, std::shared_ptr<Slab
   return taken;
 }
 
-std::unique_ptr<PackedMatrix> PackedMatrix::make(PanelMemory& memory, Number number,
+std::unique_ptr<PackedMatrix> PackedMatrix::make(PanelMemory& memory, Number number, Form form,
                                                  std::int64_t rows, std::int64_t columns) {
   std::unique_ptr<PackedMatrix> made(new PackedMatrix());
   made->number_ = number;
+  made->form_ = form;
   made->rows_ = rows;
   made->columns_ = columns;
   made->padded_columns_ = (columns + kColumnTile - 1) / kColumnTile * kColumnTile;
   made->panels_ = static_cast<std::int32_t>((rows + kPanelRows - 1) / kPanelRows);
+  static_assert(kColumnTile == kGroupColumns, "columns are padded to whole tiles and groups alike");
   made->panel_bytes_ =
-      static_cast<std::size_t>(made->padded_columns_) * kPanelRows * bytes_of(number);
+      static_cast<std::size_t>(made->padded_columns_ / kColumnTile) *
+      (form == Form::kPlain ? kColumnTile * kPanelRows * bytes_of(number) : group_bytes(form));
   made->panels_at_.resize(static_cast<std::size_t>(made->panels_));
   made->keepers_.resize(static_cast<std::size_t>(memory.threads()));
   for (int thread = 0; thread < memory.threads(); ++thread) {
@@ -83,6 +89,13 @@ std::unique_ptr<PackedMatrix> PackedMatrix::make(PanelMemory& memory, Number num
 }
 
 namespace {
+
+// To the nearest, ties to even; for numbers that are finite.
+std::uint16_t rounded_to_bfloat16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
+}
 
 // Numbers of one row that lie side by side.
 template <typename T>
@@ -104,6 +117,17 @@ void visit_row(T* panel, std::int64_t row_in_panel, std::int64_t columns, Visit 
 
 void PackedMatrix::write(std::int64_t first, std::int64_t count, const void* source,
                          std::int64_t stride) {
+  if (form_ != Form::kPlain) {
+    const auto* numbers = static_cast<const float*>(source);
+    for (std::int64_t row = first; row < first + count; ++row, numbers += stride) {
+      for (std::int64_t column = 0; column < columns_; column += kGroupColumns) {
+        float padded[kGroupColumns] = {};
+        std::copy_n(numbers + column, std::min(kGroupColumns, columns_ - column), padded);
+        write_group(group(row, column / kGroupColumns), row % kPanelRows, padded);
+      }
+    }
+    return;
+  }
   const auto write_as = [&](const auto* numbers) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>;
     for (std::int64_t row = first; row < first + count; ++row, numbers += stride) {
@@ -119,7 +143,35 @@ void PackedMatrix::write(std::int64_t first, std::int64_t count, const void* sou
   }
 }
 
+void PackedMatrix::write_blocks(std::int64_t first, std::int64_t count, const std::byte* blocks) {
+  for (std::int64_t row = first; row < first + count; ++row) {
+    for (std::int64_t place = 0; place < columns_ / kGroupColumns; ++place) {
+      write_block(form_, group(row, place), row % kPanelRows, blocks);
+      blocks += block_bytes(form_);
+    }
+  }
+}
+
+std::byte* PackedMatrix::group(std::int64_t row, std::int64_t place) const {
+  return panels_at_[static_cast<std::size_t>(row / kPanelRows)] +
+         static_cast<std::size_t>(place) * group_bytes(form_);
+}
+
 void PackedMatrix::read(std::int64_t row, void* target) const {
+  if (form_ != Form::kPlain) {
+    for (std::int64_t column = 0; column < columns_; column += kGroupColumns) {
+      float numbers[kGroupColumns];
+      read_group(form_, group(row, column / kGroupColumns), row % kPanelRows, numbers);
+      for (std::int64_t i = 0; i < std::min(kGroupColumns, columns_ - column); ++i) {
+        if (number_ == Number::kFloat32) {
+          static_cast<float*>(target)[column + i] = numbers[i];
+        } else {
+          static_cast<std::uint16_t*>(target)[column + i] = rounded_to_bfloat16(numbers[i]);
+        }
+      }
+    }
+    return;
+  }
   const auto read_as = [&](auto* numbers) {
     using T = std::remove_pointer_t<decltype(numbers)>;
     const auto* panel =

@@ -6,7 +6,7 @@
 // One step along the columns is two cache lines of weights and one broadcast of the activation. The
 // columns are padded with zeros to whole tiles of 32. Each thread's panels are one stretch of memory,
 // and matrices packed one after the other follow each other there in the order of use, so that reading
-// runs on from matrix to matrix.
+// runs on from matrix to matrix. Numbers of fewer bits, in groups: see quantized.h.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +24,9 @@ constexpr std::int32_t kColumnTile = 32;
 enum class Number : std::int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
 inline std::size_t bytes_of(Number number) { return number == Number::kFloat32 ? 4 : 2; }
+
+// How the numbers of a weight are held: as they are, or in one of GGUF's types.
+enum class Form : std::int32_t { kPlain = 0, kQ8_0 = 1, kQ4_0 = 2, kQ4_1 = 3 };
 
 // Memory in large pages; who holds a piece holds its slab.
 class Slab {
@@ -58,10 +61,12 @@ class PanelMemory {
 class PackedMatrix {
  public:
   // Null if there is no memory. All numbers are zero.
-  static std::unique_ptr<PackedMatrix> make(PanelMemory& memory, Number number, std::int64_t rows,
-                                            std::int64_t columns);
+  static std::unique_ptr<PackedMatrix> make(PanelMemory& memory, Number number, Form form,
+                                            std::int64_t rows, std::int64_t columns);
 
+  // Of the rows that are read, and of what the weight is multiplied with.
   Number number() const { return number_; }
+  Form form() const { return form_; }
   std::int64_t rows() const { return rows_; }
   std::int64_t columns() const { return columns_; }
   std::int64_t padded_columns() const { return padded_columns_; }
@@ -71,16 +76,22 @@ class PackedMatrix {
     return panels_at_[static_cast<std::size_t>(index)];
   }
 
-  // Rows of the same kind of number, `count` from `first` on, each `stride` numbers after the last.
+  // `count` rows from `first` on, each `stride` numbers after the last: of the same kind of number or,
+  // if they are not held as they are, float32, for which the form must be kQ8_0.
   void write(std::int64_t first, std::int64_t count, const void* source, std::int64_t stride);
-  // One row as it was written.
+  // Rows of GGUF's blocks of the form's type, one after the other; columns are whole blocks.
+  void write_blocks(std::int64_t first, std::int64_t count, const std::byte* blocks);
+  // One row as it was written, or what is left of it in fewer bits.
   void read(std::int64_t row, void* target) const;
 
  private:
   PackedMatrix() = default;
   int threads() const { return static_cast<int>(keepers_.size()); }
+  // Where a group of 32 columns of a row's panel is.
+  std::byte* group(std::int64_t row, std::int64_t place) const;
 
   Number number_ = Number::kFloat32;
+  Form form_ = Form::kPlain;
   std::int64_t rows_ = 0;
   std::int64_t columns_ = 0;
   std::int64_t padded_columns_ = 0;

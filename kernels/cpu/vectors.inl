@@ -25,7 +25,27 @@ inline T load(const void* from) {
   return value;
 }
 
-inline Floats all_of(float value) { return value - Floats{}; }
+// One number in every lane. Register by register: into a vector of several the compiler would put it
+// lane by lane.
+template <typename Vector, typename T>
+inline Vector spread(T value) {
+#if defined(__AVX512F__)
+  constexpr std::size_t kRegisterBytes = 64;
+#elif defined(__AVX__)
+  constexpr std::size_t kRegisterBytes = 32;
+#else
+  constexpr std::size_t kRegisterBytes = 16;
+#endif
+  typedef T Register __attribute__((vector_size(kRegisterBytes)));
+  const Register part = value - Register{};
+  Vector all;
+  for (std::size_t at = 0; at < sizeof(all); at += sizeof(part)) {
+    std::memcpy(reinterpret_cast<std::byte*>(&all) + at, &part, sizeof(part));
+  }
+  return all;
+}
+
+inline Floats all_of(float value) { return spread<Floats>(value); }
 
 inline Floats widened(Halves values) {
 #if defined(__AVX512F__)

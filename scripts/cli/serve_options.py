@@ -8,7 +8,7 @@ from typing import TypeVar
 import click
 from typing_extensions import override
 
-from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS
+from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, WEIGHTS
 from control_plane import settings
 from scripts.cli.chip_options import chip_groups
 from scripts.topology import PACKAGED_MODELS
@@ -66,6 +66,13 @@ MODEL_OPTIONS = (
         type=click.Choice(["auto", "float32", "bfloat16"]),
         default="auto",
         help="Number format the model is computed in.",
+    ),
+    click.option(
+        "--weights",
+        type=click.Choice(WEIGHTS),
+        default="auto",
+        help="How weights are held: bf16: in the number format of --dtype; int8: rounded to 8 "
+        "bits; native: as the GGUF file has them.",
     ),
 )
 

@@ -180,7 +180,8 @@ def test_a_rank_holds_what_was_announced_and_nothing_is_left_unfilled(written, w
     checkpoint = open_checkpoint(written[1])
     for rank in range(world_size):
         model, config, shard, weights = load(checkpoint, world_size, rank, torch.bfloat16)
-        announced = sum(map(math.prod, model.weight_shapes(config, shard)))
+        pieces = model.weight_pieces(config, shard)
+        announced = sum(math.prod(weights_module.stacked_shape(each)) for each in pieces)
         assert weights.bytes_total == 2 * announced
         layer = weights.layers[1]
         for tensor in (weights.embedding, layer.attention.query_key_value, layer.mlp.down):
@@ -211,9 +212,9 @@ def test_large_tensors_are_read_some_rows_after_the_other(written, monkeypatch):
         assert torch.equal(one.mlp.down, other.mlp.down)
 
 
-def digest(path):
+def digest(path, weights="bf16"):
     checkpoint = open_checkpoint(path)
-    return checkpoint.fingerprint(find_model(checkpoint)[1]).digest
+    return checkpoint.fingerprint(find_model(checkpoint)[1], weights).digest
 
 
 def test_both_formats_give_the_same_digest_only_for_themselves(tmp_path):
@@ -222,6 +223,7 @@ def test_both_formats_give_the_same_digest_only_for_themselves(tmp_path):
     other = write_hugging_face(tmp_path / "c", TinyLlama(intermediate=64))
     assert digest(again) == digest(directory)
     assert digest(other) != digest(directory)
+    assert digest(directory, "int8") != digest(directory), "partial sums of the two do not add up"
 
 
 def refusal(path):

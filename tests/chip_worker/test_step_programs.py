@@ -59,11 +59,11 @@ def served(group, seed):
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_captured_steps_compute_the_same_bits(path, ranks):
+@pytest.mark.parametrize(("ranks", "weights"), [(1, "auto"), (2, "auto"), (1, "int8")])
+def test_captured_steps_compute_the_same_bits(path, ranks, weights):
     form = {"slots": SLOTS, "context_tokens": CONTEXT, "block_tokens": BLOCK_TOKENS}
-    captured = ComputeGroup.open(path, ranks).form(**form)
-    computed = ComputeGroup.open(path, ranks, captured_tokens=0).form(**form)
+    captured = ComputeGroup.open(path, ranks, weights=weights).form(**form)
+    computed = ComputeGroup.open(path, ranks, weights=weights, captured_tokens=0).form(**form)
     for seed in range(3):
         assert served(captured, seed) == served(computed, seed)
         for group in (captured, computed):

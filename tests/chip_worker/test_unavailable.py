@@ -94,7 +94,7 @@ def test_the_last_calls_are_logged_before_a_chip_is_given_up(monkeypatch, tmp_pa
     def watch(_deadline_s, on_hung):
         return AcquireWatch(0.05 if hangs else 60.0, on_hung, lambda _code: ended.set())
 
-    monkeypatch.setattr(worker, "ShardLoader", lambda _path: None)
+    monkeypatch.setattr(worker, "ShardLoader", lambda *_arguments: None)
     monkeypatch.setattr(worker, "open_runtime", lambda *_arguments: None)
     monkeypatch.setattr(worker, "with_debug", lambda *_arguments: debugged)
     monkeypatch.setattr(worker, "Session", Session)
@@ -117,7 +117,7 @@ def test_a_chip_that_opens_in_time_is_left_alone():
 
 @pytest.mark.parametrize("error", [ModelError("no such file"), KeyError("odd")])
 def test_a_checkpoint_that_cannot_be_opened_is_not_blamed_on_the_chip(monkeypatch, error):
-    def fail(_path):
+    def fail(*_arguments):
         raise error
 
     told = []
@@ -139,7 +139,7 @@ def test_a_checkpoint_may_take_longer_than_the_chip(monkeypatch):
         raise ImportError("no libvendor.so.7")
 
     monkeypatch.setattr(worker, "announce", lambda _config, identity: told.append(identity))
-    monkeypatch.setattr(worker, "ShardLoader", lambda _path: time.sleep(0.5))
+    monkeypatch.setattr(worker, "ShardLoader", lambda *_arguments: time.sleep(0.5))
     monkeypatch.setattr(worker, "AcquireWatch", watch)
     monkeypatch.setattr(worker, "open_runtime", fail)
     with pytest.raises(BackendUnavailable, match=r"no libvendor\.so\.7"):

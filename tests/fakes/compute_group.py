@@ -77,7 +77,9 @@ def open_rank(
     config = WorkerConfig(
         worker_id="chip0", control_plane="", model_path=model_path, dtype=dtype, **settings
     )
-    session = Session(config, backend, runtime, ShardLoader(model_path), reports.append)
+    session = Session(
+        config, backend, runtime, ShardLoader(model_path, config.weights), reports.append
+    )
     return Rank(session, runtime, backend, reports)
 
 

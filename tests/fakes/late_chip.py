@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from backends.cpu.host import CpuChip
-from backends.cpu.kernel_library import Engine, PackedMatrix
+from backends.cpu.kernel_library import FORMS, Engine, PackedMatrix
 from backends.cpu.plugin import CpuBackend
 from backends.cpu.runtime import CpuRuntime
 from backends.interface import BackendConfig, Communicator, Device, GroupPlace, Matrix, Work
 from backends.plugin import ChipDescription
+from backends.weight_form import WeightForm
 from kernels.spec import BoundKV, Implementation
 from tests.fakes.compute_group import ThreadRuntime
 
@@ -41,17 +42,28 @@ class LateDevice(Device):
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.truth(target).copy_(self.truth(source))
 
-    def allocate_matrix(self, shape: Sequence[int], dtype: torch.dtype) -> Matrix:
+    @property
+    def weight_forms(self) -> frozenset[WeightForm]:
+        """Those of the native kernels, where there is an engine."""
+        return super().weight_forms if self._engine is None else frozenset(FORMS)
+
+    def allocate_matrix(
+        self, shape: Sequence[int], dtype: torch.dtype, form: WeightForm = WeightForm.PLAIN
+    ) -> Matrix:
         """Packed, and so as closed to others as it is."""
         if self._engine is None:
-            return super().allocate_matrix(shape, dtype)
-        return PackedMatrix(self._engine, shape, dtype)
+            return super().allocate_matrix(shape, dtype, form)
+        return PackedMatrix(self._engine, shape, dtype, form)
 
     def write_rows(self, matrix: Matrix, first: int, rows: torch.Tensor) -> None:
         if isinstance(matrix, PackedMatrix):
             matrix.write(first, self.truth(rows))
         else:
             super().write_rows(matrix, first, rows)
+
+    def write_blocks(self, matrix: Matrix, first: int, blocks: torch.Tensor) -> None:
+        assert isinstance(matrix, PackedMatrix), "only packed matrices are of blocks"
+        matrix.write_blocks(first, self.truth(blocks))
 
     def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
         if isinstance(matrix, PackedMatrix):

@@ -61,6 +61,14 @@ def test_groups_and_blocks_reach_the_processes() -> None:
     assert "--kv-blocks" not in worker_command(settings(), 0, 7)
 
 
+def test_how_weights_are_held_reaches_every_worker() -> None:
+    assert option_of(worker_command(settings(), 0, 7), "--weights") == "auto"
+    chosen = settings("--weights", "native", "--groups", "2,1")
+    assert {option_of(worker_command(chosen, chip, 7), "--weights") for chip in range(3)} == {
+        "native"
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
