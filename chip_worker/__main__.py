@@ -19,7 +19,13 @@ import structlog
 
 from backends.errors import BackendError
 from backends.plugin import AUTO, Backend, BackendConfig, choose_backend, find_backend
-from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, WEIGHTS, WorkerConfig
+from chip_worker.config import (
+    ACQUIRE_DEADLINE_S,
+    CAPTURED_TOKENS,
+    CAPTURED_TOKENS_MAX,
+    WEIGHTS,
+    WorkerConfig,
+)
 from chip_worker.errors import ConfigurationError, ModelError
 from chip_worker.exit_code import ExitCode
 from chip_worker.logs import configure_logging
@@ -92,7 +98,7 @@ _log = structlog.get_logger()
 )
 @click.option(
     "--captured-tokens",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=0, max=CAPTURED_TOKENS_MAX),
     default=CAPTURED_TOKENS,
     show_default=True,
     help="Steps of at most so many tokens are captured where the chip can; 0: none.",

@@ -9,6 +9,8 @@ MIB = 1 << 20
 ACQUIRE_DEADLINE_S = 60.0
 CAPTURED_TOKENS = 64
 """Beyond that a step's operations take long beside the calls that ask for them."""
+CAPTURED_TOKENS_MAX = 256
+"""Every number of tokens has a program, and keeps its own hidden states."""
 WEIGHTS = ("auto", "bf16", "int8", "native")
 """How weights may be held: see docs/kernels.md."""
 
@@ -64,9 +66,10 @@ class WorkerConfig:
         for name in ("chips_on_host", "message_bytes_max", "step_credit", "debug_backend_calls"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.captured_tokens < 0:
+        if not 0 <= self.captured_tokens <= CAPTURED_TOKENS_MAX:
             raise ConfigurationError(
-                f"captured_tokens is {self.captured_tokens}; it must be 0 or more"
+                f"captured_tokens is {self.captured_tokens}; "
+                f"it must be in [0, {CAPTURED_TOKENS_MAX}]"
             )
         if self.weights not in WEIGHTS:
             raise ConfigurationError(f"weights is {self.weights!r}; choose {', '.join(WEIGHTS)}")

@@ -7,7 +7,7 @@ import numpy as np
 import structlog
 import torch
 
-from backends.errors import UnsupportedOperation
+from backends.errors import OutOfMemory, UnsupportedOperation
 from backends.interface import BoundKV, CapturedProgram, Device, MemoryPool
 from chip_worker.models.model import Model
 from chip_worker.step_batch import StepBatch
@@ -51,7 +51,7 @@ class StepPrograms:
         if tokens not in self._programs:
             try:
                 self._programs[tokens] = self._captured(batch)
-            except UnsupportedOperation as error:
+            except (OutOfMemory, UnsupportedOperation) as error:
                 _log.info("step_programs.none", reason=str(error))
                 self._tokens_max = 0
                 return None

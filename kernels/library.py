@@ -1,10 +1,14 @@
 """The native kernels for CPU cores as a file: what `scripts/setup` builds of kernels/cpu."""
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
-LIBRARY_PATH = Path(__file__).parent / "cpu" / "build" / "libpolychip_kernels.so"
+BUILD_VARIABLE = "POLYCHIP_KERNELS_BUILD"
+"""Names a folder with another build of them, such as one with sanitizers."""
+_BUILD = os.environ.get(BUILD_VARIABLE)  # noqa: TID251 - of whatever process loads them, tests' too
+LIBRARY_PATH = Path(_BUILD or Path(__file__).parent / "cpu" / "build") / "libpolychip_kernels.so"
 VERSION = 4
 """The interface its callers were written for; kVersion in kernels/cpu/api.cpp."""
 

@@ -10,6 +10,7 @@ after the other: what a program gave is gone when the next one runs.
 import math
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import c_char
 from functools import partial
@@ -41,6 +42,8 @@ class ProgramMemory:
         self._slabs: list[Bytes] = []
         self._free: list[tuple[int, int, int]] = []
         """Slab, start and stop of every gap, in order; no two of them touch."""
+        self._returned: deque[tuple[int, int, int]] = deque()
+        """Gaps to be: finalizers run at any moment, also while the others are looked through."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Contents undefined. Raises OutOfMemory."""
@@ -49,10 +52,13 @@ class ProgramMemory:
         slab, start = self._take(size)
         place = self._slabs[slab][start : start + size]
         # The tensor refers to the array, and nobody else does.
-        weakref.finalize(place, self._give_back, slab, start, start + size).atexit = False
+        gap = (slab, start, start + size)
+        weakref.finalize(place, self._returned.append, gap).atexit = False
         return torch.from_numpy(place)[: count * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def _take(self, size: int) -> tuple[int, int]:
+        while self._returned:
+            self._give_back(*self._returned.popleft())
         for position, (slab, start, stop) in enumerate(self._free):
             if stop - start >= size:
                 rest = [(slab, start + size, stop)] if stop - start > size else []

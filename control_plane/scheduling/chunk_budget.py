@@ -73,4 +73,7 @@ class ChunkBudget:
     def has_left(self, prefills: Sequence[Placement]) -> bool:
         """Whether one more prefill would surely get a token of this step."""
         demands = [prefill_demand(placement) for placement in prefills]
+        # With a whole chunk first: to find the tokens of a step takes longer than to see that.
+        if not has_chunk_left(demands, self._chunk_tokens, self._oldest_share):
+            return False
         return has_chunk_left(demands, self.tokens(prefills), self._oldest_share)

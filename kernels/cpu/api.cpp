@@ -1,4 +1,4 @@
-// The C interface that backends/cpu/native_kernels.py calls. Whoever gets a pointer frees it.
+// The C interface that backends/cpu calls; see kernels/library.py. Whoever gets a pointer frees it.
 #include <cstddef>
 #include <exception>
 #include <memory>

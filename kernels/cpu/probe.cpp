@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <memory>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -29,7 +31,9 @@ constexpr auto kEnough = std::chrono::milliseconds(200);
 std::vector<int> allowed_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  sched_getaffinity(0, sizeof(set), &set);
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) {
+    throw std::system_error(errno, std::generic_category(), "sched_getaffinity");
+  }
   std::vector<int> cores;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (CPU_ISSET(core, &set)) cores.push_back(core);
@@ -49,24 +53,37 @@ double seconds_since(Clock::time_point start) {
 }
 
 // Calls function(number) on so many cores at once, each call pinned to its own; seconds until all are
-// done.
+// done. Throws std::system_error if a thread cannot be started.
 template <typename Function>
 double on_each(const std::vector<int>& cores, std::size_t count, Function function) {
+  enum class Signal { kWait, kGo, kLeave };
   std::atomic<std::size_t> waiting{count};
-  std::atomic<bool> go{false};
+  std::atomic<Signal> signal{Signal::kWait};
   std::vector<std::thread> threads;
-  for (std::size_t number = 0; number < count; ++number) {
-    threads.emplace_back([&, number] {
-      pin(cores[number]);
-      waiting.fetch_sub(1);
-      while (!go.load(std::memory_order_acquire)) std::this_thread::yield();
-      function(number);
-    });
+  const auto end = [&] {
+    for (auto& thread : threads) thread.join();
+  };
+  try {
+    for (std::size_t number = 0; number < count; ++number) {
+      threads.emplace_back([&, number] {
+        pin(cores[number]);
+        waiting.fetch_sub(1);
+        Signal seen = Signal::kWait;
+        while ((seen = signal.load(std::memory_order_acquire)) == Signal::kWait) {
+          std::this_thread::yield();
+        }
+        if (seen == Signal::kGo) function(number);
+      });
+    }
+  } catch (...) {
+    signal.store(Signal::kLeave, std::memory_order_release);
+    end();
+    throw;
   }
   while (waiting.load() > 0) std::this_thread::yield();
   const auto start = Clock::now();
-  go.store(true, std::memory_order_release);
-  for (auto& thread : threads) thread.join();
+  signal.store(Signal::kGo, std::memory_order_release);
+  end();
   return seconds_since(start);
 }
 
@@ -103,7 +120,8 @@ double barrier_ns(const std::vector<int>& cores) {
 
 struct Buffer {
   Buffer() {
-    void* found = mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* found = mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) throw std::bad_alloc();
     madvise(found, kBufferBytes, MADV_HUGEPAGE);
     numbers = static_cast<std::uint64_t*>(found);

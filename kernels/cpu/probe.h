@@ -7,7 +7,8 @@
 namespace polychip {
 
 struct Probe {
-  double barrier_ns;        // between two cores, all waiting for all; 0 if there is one core only, or they were not free
+  double barrier_ns;        // until two cores have waited for each other; 0 if there is but one, or
+                            // they were never free together
   double read_one_per_s;    // bytes of memory that one core reads
   double read_every_per_s;  // that all of them read together
 };

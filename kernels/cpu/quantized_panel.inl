@@ -222,6 +222,13 @@ void quantize_group(const T* from, std::int64_t count, std::int8_t* numbers, flo
   // What is next to nothing is none: its inverse would be out of range.
   constexpr float kLeast = 1e-36f;
   scale = largest < kLeast ? 0.0f : largest * (1.0f / 127.0f);
+  if (!(largest < __builtin_inff())) {
+    // No integers stand for them: the scale makes what they should of any product.
+    std::fill_n(numbers, kGroupColumns, std::int8_t{0});
+    scale = __builtin_nanf("");
+    sum = 0;
+    return;
+  }
   const float inverse = largest < kLeast ? 0.0f : 127.0f / largest;
   Floats total = {};
   for (int part = 0; part < 2; ++part) {

@@ -1,5 +1,5 @@
-// Operations that treat every row for itself: lookup, norms, rotation, activations. See kernels/spec.py for
-// what they compute; numbers are of the kind `number` unless it says otherwise.
+// Operations that treat every row for itself: lookup, norms, rotation, activations. See
+// kernels/spec.py for what they compute; numbers are of the kind `number` unless it says otherwise.
 #pragma once
 
 #include <cstddef>

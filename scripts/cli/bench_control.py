@@ -171,7 +171,7 @@ def _measured(extent: Extent) -> Costs:
             return measure(extent, watcher)
     except (PeerFailed, SimulationStuck) as error:
         raise click.ClickException(str(error)) from error
-    except (KeyboardInterrupt, asyncio.CancelledError):  # the latter with Python 3.10
+    except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo("Interrupted; nothing is shown of what was measured.", err=True)
         sys.exit(EXIT_INTERRUPTED)
 

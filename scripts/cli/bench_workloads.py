@@ -3,9 +3,8 @@
 import asyncio
 import importlib
 import json
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from random import SystemRandom
@@ -15,6 +14,7 @@ import click
 from rich.console import Console
 
 from control_plane.errors import ConfigurationError
+from scripts.cancellable import run_cancellable
 from scripts.cli.chat import EXIT_INTERRUPTED
 from scripts.cli.common import Unreachable, sendable_key
 from scripts.topology import default_model_path
@@ -241,17 +241,10 @@ def _prompt_maker(tokenizer: Path | None) -> PromptMaker:
 def _measured(comparison: Comparison) -> list[Run]:
     try:
         with watching(comparison, Console(stderr=True, highlight=False)) as watcher:
-            return asyncio.run(_until_interrupted(comparison.measure(watcher)))
+            return run_cancellable(comparison.measure(watcher))
     except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo("Interrupted; nothing is shown of what was measured.", err=True)
         sys.exit(EXIT_INTERRUPTED)
-
-
-async def _until_interrupted(measuring: Coroutine[None, None, list[Run]]) -> list[Run]:
-    """Ctrl-C cancels it as a whole: with Python 3.10 KeyboardInterrupt may rise in any task."""
-    measured = asyncio.ensure_future(measuring)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, measured.cancel)
-    return await measured
 
 
 def _show(comparison: Comparison, runs: Sequence[Run]) -> None:

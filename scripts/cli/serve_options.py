@@ -8,7 +8,7 @@ from typing import TypeVar
 import click
 from typing_extensions import override
 
-from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, WEIGHTS
+from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, CAPTURED_TOKENS_MAX, WEIGHTS
 from control_plane import settings
 from scripts.cli.chip_options import chip_groups
 from scripts.topology import PACKAGED_MODELS
@@ -157,7 +157,7 @@ NETWORK_OPTIONS = (
     ),
     click.option(
         "--captured-tokens",
-        type=click.IntRange(min=0),
+        type=click.IntRange(min=0, max=CAPTURED_TOKENS_MAX),
         default=CAPTURED_TOKENS,
         help="Steps of up to so many tokens are captured on chips that can, and replayed; 0: none.",
     ),

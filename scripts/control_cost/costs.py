@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-import anyio
-
 from control_plane.full_collections import rare_full_collections
+from scripts.cancellable import run_cancellable
 from scripts.control_cost.answer_streams import PROTOCOLS, StreamCost, measure_streams
 from scripts.control_cost.simulated_plane import APPLY, ENCODE, PLAN, SimulatedPlane
 from scripts.control_cost.step_transport import measure_transport
@@ -98,7 +97,7 @@ def measure(extent: Extent, watcher: Watcher) -> Costs:
         serving = "1 group" if groups == 1 else f"{groups} groups"
         what = f"{serving}: sending and receiving"
         watcher.on_next(what)
-        transport = anyio.run(measure_transport, groups, extent.rows, extent.steps)
+        transport = run_cancellable(measure_transport(groups, extent.rows, extent.steps))
         watcher.on_done(what, median(transport))
         for blocks in extent.blocks:
             what = f"{serving}, {blocks} cached blocks"
@@ -112,7 +111,7 @@ def measure(extent: Extent, watcher: Watcher) -> Costs:
             what = f"{extent.rows} {protocol} streams, {at_once} tokens at once"
             watcher.on_next(what)
             arguments = (protocol, extent.rows, at_once, rounds_count, extent.seed)
-            cost = anyio.run(measure_streams, *arguments)
+            cost = run_cancellable(measure_streams(*arguments))
             costs.streams.append(cost)
             watcher.on_done(what, cost.detokenize_s + cost.stream_s)
     return costs

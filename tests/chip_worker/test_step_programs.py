@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from backends.cpu.device import CpuDevice
+from backends.errors import OutOfMemory
 from chip_worker.batch import RowWants, StepRow
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.compute_group import ComputeGroup, admission
@@ -68,3 +70,52 @@ def test_captured_steps_compute_the_same_bits(path, ranks, weights):
         assert served(captured, seed) == served(computed, seed)
         for group in (captured, computed):
             group.result(releases=tuple(group.ranks[0].session._formation.occupied_slots()))
+
+
+def test_without_memory_for_a_program_steps_are_computed_operation_by_operation(path, monkeypatch):
+    form = {"slots": SLOTS, "context_tokens": CONTEXT, "block_tokens": BLOCK_TOKENS}
+    expected = served(ComputeGroup.open(path).form(**form), 1)
+    asked = []
+
+    def capture(_device, _function):
+        asked.append(True)
+        raise OutOfMemory("no room")
+
+    monkeypatch.setattr(CpuDevice, "capture", capture)
+    assert served(ComputeGroup.open(path).form(**form), 1) == expected
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_how_a_prompt_is_cut_changes_no_bit(path, dtype):
+    """Captured or not, alone or beside others: what is decoded after it has the same logits."""
+    prompt = [7 * number % 90 for number in range(200)]
+    slots = {"slots": 2, "context_tokens": 256, "block_tokens": BLOCK_TOKENS, "chunk_tokens": 256}
+    group = ComputeGroup.open(path, dtype=dtype).form(**slots)
+    groups = len(group.ranks[0].session.kv_windows)
+    blocks = tuple(
+        (slot, kv_group, (slot * groups + kv_group) * 64 + block)
+        for slot in range(2)
+        for kv_group in range(groups)
+        for block in range(64)
+    )
+    found = []
+    for seed in range(6):
+        rng = random.Random(seed)
+        cuts = sorted(rng.sample(range(1, 200), rng.randrange(6))) if seed else []
+        group.result(
+            admissions=(admission([1], slot=1), admission(prompt, slot=0, wants=WANTS)),
+            new_blocks=blocks,
+            rows=(StepRow(1, 1, True),),
+        )
+        for start, stop in zip([0, *cuts], [*cuts, 200], strict=True):
+            company = (StepRow(1, 1, True),) if rng.random() < 0.5 else ()
+            rows = group.step(rows=(*company, StepRow(0, stop - start, stop == 200)))
+        found.append(
+            [
+                rows[-1].logits,
+                *(group.step(rows=(StepRow(0, 1, True),))[0].logits for _ in range(3)),
+            ]
+        )
+        group.result(releases=(0, 1))
+    assert all(each == found[0] for each in found[1:])

@@ -139,8 +139,8 @@ ORDER = (
     Mutant(
         "the sum of the ranks is not waited for",
         "chip_worker/models/summed_projection.py",
-        "        self._communicator.all_reduce(output).wait_stream()",
-        "        self._communicator.all_reduce(output)",
+        "device.in_order(lambda part: communicator.all_reduce(part).wait_stream(), tensor)",
+        "device.in_order(lambda part: communicator.all_reduce(part), tensor)",
         PAIR,
     ),
     Mutant(
@@ -240,6 +240,7 @@ WINDOWS = (
         "hidden |= gathered <= own - window",
         "hidden |= gathered <= own - window + 1",
         f"{ATTENTION}::test_attention_within_a_window",
+        options=("kernels=torch",),
     ),
     Mutant(
         "a token behind the window is read",
@@ -247,6 +248,7 @@ WINDOWS = (
         "seen_from = np.maximum(contexts - window + 1, 0) if window else np.zeros_like(contexts)",
         "seen_from = np.maximum(contexts - window, 0) if window else np.zeros_like(contexts)",
         f"{ATTENTION}::test_attention_within_a_window",
+        options=("kernels=torch",),
     ),
     Mutant(
         "a table without its front is taken for a whole one",
@@ -254,6 +256,7 @@ WINDOWS = (
         "table_starts = np.array(cache.table_starts, dtype=np.int64)",
         "table_starts = np.zeros_like(contexts)",
         f"{ATTENTION}::test_attention_within_a_window",
+        options=("kernels=torch",),
     ),
     Mutant(
         "keys are written as if the table were whole",
@@ -268,6 +271,7 @@ WINDOWS = (
         "unseen |= places < spans.seen_from[:, None]",
         "pass",
         f"{ATTENTION}::test_attention_within_a_window",
+        options=("kernels=torch",),
     ),
     Mutant(
         "scores are bounded before they are scaled",
@@ -275,6 +279,7 @@ WINDOWS = (
         "mul_(scale / soft_cap)",
         "mul_(1.0 / soft_cap)",
         f"{ATTENTION}::test_attention_with_bounded_scores",
+        options=("kernels=torch",),
     ),
     Mutant(
         "an embedding's scale is rounded before its rows are",
