@@ -93,7 +93,7 @@ MEMORY = (
         "chip_worker/step_memory.py",
         "self.device.scratch.reclaim(Lifetime.STEP)",
         "pass",
-        f"{CHIP_MEMORY}::test_a_step_leaves_no_scratch_and_the_epoch_its_tables_only",
+        f"{CHIP_MEMORY}::test_a_step_leaves_no_scratch_and_the_epoch_its_tables_and_programs_only",
     ),
     Mutant(
         "hidden workspaces are never released",
