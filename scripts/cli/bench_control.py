@@ -1,9 +1,6 @@
 """`polychip bench control`: what the control plane costs on this machine."""
 
-import asyncio
-import importlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -13,13 +10,14 @@ import click
 from rich.console import Console
 from typing_extensions import override
 
-from scripts.cli.bench_workloads import (
-    STANDARD_OUTPUT,
-    WIDTH_ELSEWHERE,
-    json_target,
-    plot_file,
+from scripts.cli.bench_output import (
+    drawing,
+    ends_at_interrupt,
+    output_options,
+    put_out,
+    tables_console,
+    unwritable,
 )
-from scripts.cli.chat import EXIT_INTERRUPTED
 from scripts.control_cost.costs import FULL, QUICK, Costs, Extent, Watcher, measure
 from scripts.control_cost.peer import PeerFailed
 from scripts.control_cost.quiet_logs import quiet_logs
@@ -89,22 +87,7 @@ def numbers_up_to(most: int) -> Callable[[str], tuple[int, ...]]:
     help="Of the made-up prompts and tokens.",
 )
 @click.option("--quick", is_flag=True, help="Few steps, groups and blocks: to try, not to compare.")
-@click.option(
-    "--json",
-    "json_path",
-    type=json_target,
-    is_flag=False,
-    flag_value=STANDARD_OUTPUT,
-    metavar="[FILE]",
-    help="Print JSON instead of the tables, or write it to a file beside.",
-)
-@click.option(
-    "--plot",
-    "plot_path",
-    type=plot_file,
-    metavar="FILE.png",
-    help="Draw the figures (png, svg or pdf); needs matplotlib.",
-)
+@output_options
 def control(
     groups: tuple[int, ...] | None,
     blocks: tuple[int, ...] | None,
@@ -129,7 +112,7 @@ def control(
     Times are of this process's processors, all its threads together.
     """
     started = datetime.now(timezone.utc)
-    draw = None if plot_path is None else _drawing()
+    draw: Draw | None = None if plot_path is None else drawing("scripts.control_cost.plot")
     usual = QUICK if quick else FULL
     extent = Extent(
         groups or usual.groups, blocks or usual.blocks, rows, steps or usual.steps, seed
@@ -141,39 +124,19 @@ def control(
         )
     costs = _measured(extent)
     content = json.dumps(document(costs, started, quick=quick), indent=2)
-    if json_path == STANDARD_OUTPUT:
-        click.echo(content)
-    else:
-        _show(costs)
-    try:
-        if json_path not in (None, STANDARD_OUTPUT):
-            Path(json_path).write_text(content + "\n")
-        if draw is not None and plot_path is not None:
+    put_out(content, json_path, lambda: _show(costs))
+    if draw is not None and plot_path is not None:
+        with unwritable():
             draw(costs, plot_path)
-    except OSError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _drawing() -> Draw:
-    """The module that draws is loaded where a picture is asked for: matplotlib is an extra."""
-    try:
-        draw: Draw = importlib.import_module("scripts.control_cost.plot").draw
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"--plot needs matplotlib: {sys.executable} -m pip install matplotlib"
-        ) from error
-    return draw
 
 
 def _measured(extent: Extent) -> Costs:
+    errors = Console(stderr=True, highlight=False)
     try:
-        with quiet_logs(), _watching(Console(stderr=True, highlight=False)) as watcher:
+        with ends_at_interrupt(), quiet_logs(), _watching(errors) as watcher:
             return measure(extent, watcher)
     except (PeerFailed, SimulationStuck) as error:
         raise click.ClickException(str(error)) from error
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        click.echo("Interrupted; nothing is shown of what was measured.", err=True)
-        sys.exit(EXIT_INTERRUPTED)
 
 
 @contextmanager
@@ -205,8 +168,6 @@ class _Status(Watcher):
 
 
 def _show(costs: Costs) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH_ELSEWHERE
+    console = tables_console()
     console.print(step_table(costs))
     console.print(stream_table(costs))

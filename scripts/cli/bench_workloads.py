@@ -1,9 +1,6 @@
 """`polychip bench workloads`: one load against one or several servers, in turn."""
 
-import asyncio
-import importlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,7 +12,14 @@ from rich.console import Console
 
 from control_plane.errors import ConfigurationError
 from scripts.cancellable import run_cancellable
-from scripts.cli.chat import EXIT_INTERRUPTED
+from scripts.cli.bench_output import (
+    drawing,
+    ends_at_interrupt,
+    output_options,
+    put_out,
+    tables_console,
+    unwritable,
+)
 from scripts.cli.common import Unreachable, sendable_key
 from scripts.topology import default_model_path
 from scripts.workloads.comparison import Comparison, Run, WorkloadFailed
@@ -25,10 +29,6 @@ from scripts.workloads.server import ServerUnreachable, ServerUnusable, look_at
 from scripts.workloads.watching import watching
 from scripts.workloads.workload import QUICK_WORKLOADS, WORKLOADS
 
-WIDTH_ELSEWHERE = 200
-"""Columns of the table where no terminal says how many there are."""
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-STANDARD_OUTPUT = "-"
 SEEDS = 1 << 31
 
 Draw = Callable[[Comparison, Sequence[Run], Path], None]
@@ -53,32 +53,6 @@ def workload_names(text: str) -> tuple[str, ...]:
     if unknown:
         raise click.BadParameter(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
     return names
-
-
-def json_target(text: str) -> str:
-    """A file that can be written, or - for standard output."""
-    if "://" in text:
-        raise click.BadParameter(
-            f"{text!r} is an address, not a file; write --json behind the addresses, or --json=FILE"
-        )
-    if text != STANDARD_OUTPUT:
-        output_file(text)
-    return text
-
-
-def output_file(text: str) -> Path:
-    """A file in a folder that exists: what was measured for minutes must find its place."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise click.BadParameter(f"{text!r} is no file in a folder that exists")
-    return path
-
-
-def plot_file(text: str) -> Path:
-    """A file whose name says a format that can be drawn."""
-    if Path(text).suffix not in PLOT_SUFFIXES:
-        raise click.BadParameter(f"{text!r} does not end in one of {', '.join(PLOT_SUFFIXES)}")
-    return output_file(text)
 
 
 @click.command(short_help="Sends one load to servers in turn, and compares them.")
@@ -138,22 +112,7 @@ def plot_file(text: str) -> Path:
     show_envvar=True,
     help="Sent to every address.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=json_target,
-    is_flag=False,
-    flag_value=STANDARD_OUTPUT,
-    metavar="[FILE]",
-    help="Print JSON instead of the table, or write it to a file beside.",
-)
-@click.option(
-    "--plot",
-    "plot_path",
-    type=plot_file,
-    metavar="FILE.png",
-    help="Draw the figures (png, svg or pdf); needs matplotlib.",
-)
+@output_options
 def workloads(
     addresses: tuple[str, ...],
     names: tuple[str, ...],
@@ -184,7 +143,7 @@ def workloads(
     address.
     """
     started = datetime.now(timezone.utc)
-    draw = None if plot_path is None else _drawing()
+    draw: Draw | None = None if plot_path is None else drawing("scripts.workloads.plot")
     chosen = QUICK_WORKLOADS if quick else WORKLOADS
     try:
         comparison = Comparison(
@@ -204,28 +163,10 @@ def workloads(
     except (WorkloadFailed, ServerUnusable, PromptsUnusable, ConfigurationError) as error:
         raise click.ClickException(str(error)) from error
     content = json.dumps(document(comparison, done, started, quick=quick), indent=2)
-    if json_path == STANDARD_OUTPUT:
-        click.echo(content)
-    else:
-        _show(comparison, done)
-    try:
-        if json_path not in (None, STANDARD_OUTPUT):
-            Path(json_path).write_text(content + "\n")
-        if draw is not None and plot_path is not None:
+    put_out(content, json_path, lambda: _show(comparison, done))
+    if draw is not None and plot_path is not None:
+        with unwritable():
             draw(comparison, done, plot_path)
-    except OSError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _drawing() -> Draw:
-    """The module that draws is loaded where a picture is asked for: matplotlib is an extra."""
-    try:
-        draw: Draw = importlib.import_module("scripts.workloads.plot").draw
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"--plot needs matplotlib: {sys.executable} -m pip install matplotlib"
-        ) from error
-    return draw
 
 
 def _prompt_maker(tokenizer: Path | None) -> PromptMaker:
@@ -239,18 +180,13 @@ def _prompt_maker(tokenizer: Path | None) -> PromptMaker:
 
 
 def _measured(comparison: Comparison) -> list[Run]:
-    try:
-        with watching(comparison, Console(stderr=True, highlight=False)) as watcher:
-            return run_cancellable(comparison.measure(watcher))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        click.echo("Interrupted; nothing is shown of what was measured.", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+    errors = Console(stderr=True, highlight=False)
+    with ends_at_interrupt(), watching(comparison, errors) as watcher:
+        return run_cancellable(comparison.measure(watcher))
 
 
 def _show(comparison: Comparison, runs: Sequence[Run]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH_ELSEWHERE
+    console = tables_console()
     console.print(result_table(comparison, runs))
     if line := machine_line(runs):
         console.print(line, highlight=False)

@@ -1,0 +1,117 @@
+"""What the commands of `polychip bench` share: tables, JSON, a picture, and an end by Ctrl-C."""
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from scripts.cli.chat import EXIT_INTERRUPTED
+
+WIDTH_ELSEWHERE = 200
+"""Columns of the table where no terminal says how many there are."""
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+STANDARD_OUTPUT = "-"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def json_target(text: str) -> str:
+    """A file that can be written, or - for standard output."""
+    if "://" in text:
+        raise click.BadParameter(
+            f"{text!r} is an address, not a file; write --json behind the addresses, or --json=FILE"
+        )
+    if text != STANDARD_OUTPUT:
+        output_file(text)
+    return text
+
+
+def output_file(text: str) -> Path:
+    """A file in a folder that exists: what was measured for minutes must find its place."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise click.BadParameter(f"{text!r} is no file in a folder that exists")
+    return path
+
+
+def plot_file(text: str) -> Path:
+    """A file whose name says a format that can be drawn."""
+    if Path(text).suffix not in PLOT_SUFFIXES:
+        raise click.BadParameter(f"{text!r} does not end in one of {', '.join(PLOT_SUFFIXES)}")
+    return output_file(text)
+
+
+def output_options(command: Command) -> Command:
+    """Adds --json and --plot, in this order."""
+    plot = click.option(
+        "--plot",
+        "plot_path",
+        type=plot_file,
+        metavar="FILE.png",
+        help="Draw the figures (png, svg or pdf); needs matplotlib.",
+    )
+    json = click.option(
+        "--json",
+        "json_path",
+        type=json_target,
+        is_flag=False,
+        flag_value=STANDARD_OUTPUT,
+        metavar="[FILE]",
+        help="Print JSON instead of tables, or write it to a file beside.",
+    )
+    return json(plot(command))
+
+
+def drawing(module: str) -> Callable[..., None]:
+    """`draw` of a module that is loaded where a picture is asked for: matplotlib is an extra."""
+    try:
+        draw: Callable[..., None] = importlib.import_module(module).draw
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"--plot needs matplotlib: {sys.executable} -m pip install matplotlib"
+        ) from error
+    return draw
+
+
+def tables_console() -> Console:
+    """Standard output, for tables."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_ELSEWHERE
+    return console
+
+
+def put_out(content: str, json_path: str | None, show: Callable[[], None]) -> None:
+    """What was measured: JSON in place of the tables that `show` prints, or in a file beside."""
+    if json_path == STANDARD_OUTPUT:
+        click.echo(content)
+        return
+    show()
+    if json_path is not None:
+        with unwritable():
+            Path(json_path).write_text(content + "\n")
+
+
+@contextmanager
+def unwritable() -> Iterator[None]:
+    """A file that cannot be written is an error of the command."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@contextmanager
+def ends_at_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the command, and says that nothing is shown."""
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        click.echo("Interrupted; nothing is shown of what was measured.", err=True)
+        sys.exit(EXIT_INTERRUPTED)
