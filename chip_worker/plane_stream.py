@@ -35,6 +35,10 @@ class StreamEnded(WorkerError):
     """The stream is over; registering again may help."""
 
 
+class _GoodbyeTaken(StreamEnded):
+    """The control plane has read the worker's last message."""
+
+
 class Refused(WorkerError):
     """The control plane does not want this process; trying again does not help."""
 
@@ -112,7 +116,7 @@ class PlaneStream:
             tasks.start_soon(run, self._write)
             tasks.start_soon(run, lambda: self._beat(alive))
             tasks.start_soon(run, self._watch_outbox)
-        if not self._leaving:
+        if not isinstance(ends[0], _GoodbyeTaken):
             raise ends[0]
 
     async def close(self) -> None:
@@ -129,7 +133,7 @@ class PlaneStream:
             except _LOCAL_ERRORS:
                 message = grpc.aio.EOF
             if not isinstance(message, worker_pb2.AttachResponse):
-                return await _end_of(self._call)
+                return await self._end()
             try:
                 kv_groups_count = len(self._identity.kv_windows)
                 self._inbox.offer(decode_command(message, monotonic_ns(), kv_groups_count))
@@ -141,17 +145,24 @@ class PlaneStream:
         while True:
             message = await self.outbox.get()
             try:
+                # Before it is written: the answer may be there before the write returns.
+                self._leaving = message.HasField("goodbye")
                 await self._call.write(message)
-                if message.HasField("goodbye"):
-                    self._leaving = True
+                if self._leaving:
                     await self._call.done_writing()
             except _LOCAL_ERRORS:
-                return await _end_of(self._call)
+                return await self._end()
             if self._leaving:
                 # The status that follows proves that the control plane has read it all.
                 with anyio.move_on_after(GOODBYE_TIMEOUT_S):
                     await self._call.code()
-                return StreamEnded("goodbye")
+                return _GoodbyeTaken()
+
+    async def _end(self) -> WorkerError:
+        assert self._call is not None
+        if self._leaving and await self._call.code() is grpc.StatusCode.OK:
+            return _GoodbyeTaken()
+        return await _end_of(self._call)
 
     async def _watch_outbox(self) -> WorkerError:
         await self.outbox.wait_overflowed()

@@ -70,7 +70,7 @@ async def serve(port: int, index: int) -> None:
         inbox.begin_term(stream.term)
         await stream.serve(alive=lambda: None)
     except WorkerError as ended:
-        sys.exit(f"chip{index}: {ended}")
+        print(f"chip{index}: {ended}", file=sys.stderr)
     finally:
         await stream.close()
 
