@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from scripts.cli.bench_compare import compare
 from scripts.cli.bench_control import control
-from scripts.cli.bench_workloads import workloads
 
 PROGRAM = [sys.executable, "-m", "scripts.collective_bench"]
 RUNS = 5
@@ -28,7 +28,7 @@ def bench() -> None:
     """Measures servers under load, and parts of Polychip on this machine."""
 
 
-bench.add_command(workloads)
+bench.add_command(compare)
 bench.add_command(control)
 
 

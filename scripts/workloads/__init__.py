@@ -1,1 +1,1 @@
-"""One load for any OpenAI-style server: what `polychip bench workloads` sends, counts and shows."""
+"""One load for any OpenAI-style server: what `polychip bench compare` sends, counts and shows."""

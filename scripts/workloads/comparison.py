@@ -116,8 +116,7 @@ class Comparison:
                 outcome = await self._outcome(server, workload, random, watcher.on_answer)
             except ContextTooSmall as error:
                 if workload in WARM_UP:
-                    address = server.endpoint.address
-                    raise WorkloadFailed(f"{address}: {workload.name}: {error}") from error
+                    raise WorkloadFailed(f"{server.label}: {workload.name}: {error}") from error
                 run.skipped[workload.name] = str(error)
                 continue
             if workload not in WARM_UP:
@@ -139,7 +138,7 @@ class Comparison:
             # Servers that do not tell their context say it when it is exceeded, each in own words.
             if error.status in STATUSES_OF_TOO_LONG and "context" in str(error).lower():
                 raise ContextTooSmall(str(error)) from error
-            where = f"{server.endpoint.address}: {workload.name}: {error}"
+            where = f"{server.label}: {workload.name}: {error}"
             raise WorkloadFailed(where + _remedy(error)) from error
 
 

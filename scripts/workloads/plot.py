@@ -64,7 +64,7 @@ def _draw_bars(axes: Axes, comparison: Comparison, found: Sequence[Summary]) -> 
                 [each.most - each.median for each in own],
             ],
             capsize=3,
-            label=server.endpoint.address,
+            label=server.label,
         )
     labels = [f"{workload}\n{LABELS[figure]}" for workload, figure in groups]
     for unit in UNITS:

@@ -84,7 +84,7 @@ def result_table(comparison: Comparison, runs: Sequence[Run]) -> Table:
     table.add_column("")
     table.add_column("Figure")
     for index, server in enumerate(comparison.servers):
-        table.add_column(server.endpoint.address, justify="right")
+        table.add_column(server.label, justify="right")
         if index:
             table.add_column("Ratio", justify="right")
     by_place = {
@@ -124,13 +124,13 @@ def remarks(comparison: Comparison, runs: Sequence[Run]) -> list[str]:
     lines: list[str] = []
     said: set[tuple[int, str]] = set()
     for run in runs:
-        address = comparison.servers[run.server_index].endpoint.address
+        label = comparison.servers[run.server_index].label
         for workload in comparison.workloads:
             skipped = [f"skipped: {run.skipped[workload]}"] if workload in run.skipped else []
             reasons = [*skipped, *run.doubts.get(workload, ())]
             if reasons and (run.server_index, workload) not in said:
                 said.add((run.server_index, workload))
-                lines += [f"{address}: {workload}, run {run.number}: {each}" for each in reasons]
+                lines += [f"{label}: {workload}, run {run.number}: {each}" for each in reasons]
     return lines
 
 
@@ -187,6 +187,7 @@ def _workload_object(workload: Workload) -> dict[str, object]:
 
 def _server_object(server: Server) -> dict[str, object]:
     return {
+        "label": server.label,
         "address": server.endpoint.address,
         "model": server.endpoint.model,
         "server": "polychip" if server.is_polychip else "other",
@@ -201,6 +202,7 @@ def _server_object(server: Server) -> dict[str, object]:
 
 def _run_object(comparison: Comparison, run: Run) -> dict[str, object]:
     return {
+        "label": comparison.servers[run.server_index].label,
         "address": comparison.servers[run.server_index].endpoint.address,
         "server_index": run.server_index,
         "number": run.number,
@@ -214,5 +216,5 @@ def _run_object(comparison: Comparison, run: Run) -> dict[str, object]:
 
 
 def _summary_object(comparison: Comparison, summary: Summary) -> dict[str, object]:
-    address = comparison.servers[summary.server_index].endpoint.address
-    return {"address": address, **vars(summary)}
+    server = comparison.servers[summary.server_index]
+    return {"label": server.label, "address": server.endpoint.address, **vars(summary)}

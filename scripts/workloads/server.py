@@ -24,9 +24,11 @@ class ServerUnusable(Exception):
 class Server:
     """A server to measure.
 
-    version: of Polychip; None for others. context_tokens: None where it does not tell.
+    label: what results call it. version: of Polychip; None for others. context_tokens: None where
+    it does not tell.
     """
 
+    label: str
     endpoint: Endpoint
     is_polychip: bool
     version: str | None
@@ -43,10 +45,13 @@ class Server:
         return freed if isinstance(freed, int) else None
 
 
-def look_at(address: str, model: str | None, api_key: str | None, ignore_eos: bool) -> Server:
+def look_at(
+    address: str, model: str | None, api_key: str | None, ignore_eos: bool, label: str = ""
+) -> Server:
     """Asks it for its models. model: the name to send; None takes the first it lists.
 
-    address: URL, with or without /v1. Raises ServerUnreachable, ServerUnusable.
+    address: URL, with or without /v1. label: the address if empty. Raises ServerUnreachable,
+    ServerUnusable.
     """
     address = address.rstrip("/").removesuffix("/v1")
     endpoint = Endpoint(address, model or "", api_key, ignore_eos)
@@ -60,6 +65,7 @@ def look_at(address: str, model: str | None, api_key: str | None, ignore_eos: bo
     name = model or str(chosen.get("id"))
     context = chosen.get("max_model_len")
     return Server(
+        label or address,
         Endpoint(address, name, api_key, ignore_eos),
         is_polychip,
         version if isinstance(version, str) else None,

@@ -81,5 +81,5 @@ class _Lines(Watcher):
 
 
 def _place(comparison: Comparison, run: Run) -> str:
-    address = comparison.servers[run.server_index].endpoint.address
-    return f"run {run.number} of {comparison.runs_count}, {address}"
+    label = comparison.servers[run.server_index].label
+    return f"run {run.number} of {comparison.runs_count}, {label}"

@@ -1,4 +1,4 @@
-"""`polychip bench workloads` at a real service: counts, cache, and that every figure is there."""
+"""`polychip bench compare` at a real service: counts, cache, and that every figure is there."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ DEADLINE_S = 240.0
 def test_every_workload_is_counted_as_the_service_counts(clusters: Clusters) -> None:
     clusters.client(*OPTIONS)
     address = clusters.cluster(*OPTIONS).http
-    command = [sys.executable, "-m", "scripts.cli.main", "bench", "workloads", address]
+    command = [sys.executable, "-m", "scripts.cli.main", "bench", "compare", address]
     done = subprocess.run(
         [*command, "--quick", "--runs", "1", "--json"],
         cwd=ROOT,

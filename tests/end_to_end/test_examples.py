@@ -35,7 +35,7 @@ NOT_RUN = {
     "COMPOSE_PROFILES=tensor-parallel": "needs Docker",
     "python3 -m venv": "makes an environment",
     "pip install": "installs packages",
-    "polychip bench workloads": "measures for minutes; test_bench_of_a_service runs its short form",
+    "polychip bench compare": "measures for minutes; test_bench_of_a_service runs its short form",
     "kill": "ends a process that the reader picks",
     "polychip doctor --backend NAME": "names a backend of the reader's",
     "polychip doctor --backend abacus": "needs the package of the example",

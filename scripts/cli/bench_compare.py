@@ -1,10 +1,12 @@
-"""`polychip bench workloads`: one load against one or several servers, in turn."""
+"""`polychip bench compare`: one load against one or several servers, in turn."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from random import SystemRandom
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import click
@@ -30,20 +32,30 @@ from scripts.workloads.watching import watching
 from scripts.workloads.workload import QUICK_WORKLOADS, WORKLOADS
 
 SEEDS = 1 << 31
+LABELLED = re.compile(r"([^:/=]+)=(.*)")
 
 Draw = Callable[[Comparison, Sequence[Run], Path], None]
 
 
-def address_text(text: str) -> str:
-    """An address as http://HOST:PORT, with or without /v1."""
-    parts = urlsplit(text)
+class NamedAddress(NamedTuple):
+    """label: empty if the address has none."""
+
+    label: str
+    address: str
+
+
+def named_address(text: str) -> NamedAddress:
+    """An address as http://HOST:PORT, with or without /v1, and NAME= before it if it has one."""
+    named = LABELLED.fullmatch(text)
+    label, address = named.groups() if named else ("", text)
+    parts = urlsplit(address)
     try:
         parts.port  # noqa: B018 - reading it checks it
     except ValueError as error:
         raise click.BadParameter(f"{text!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise click.BadParameter(f"{text!r} is no address such as http://127.0.0.1:8000")
-    return text
+    return NamedAddress(label, address)
 
 
 def workload_names(text: str) -> tuple[str, ...]:
@@ -56,7 +68,7 @@ def workload_names(text: str) -> tuple[str, ...]:
 
 
 @click.command(short_help="Sends one load to servers in turn, and compares them.")
-@click.argument("addresses", metavar="[ADDRESS]...", nargs=-1, type=address_text)
+@click.argument("addresses", metavar="[[NAME=]ADDRESS]...", nargs=-1, type=named_address)
 @click.option(
     "--workloads",
     "names",
@@ -113,8 +125,8 @@ def workload_names(text: str) -> tuple[str, ...]:
     help="Sent to every address.",
 )
 @output_options
-def workloads(
-    addresses: tuple[str, ...],
+def compare(
+    addresses: tuple[NamedAddress, ...],
     names: tuple[str, ...],
     runs: int,
     model: str | None,
@@ -130,7 +142,7 @@ def workloads(
     plot_path: Path | None,
 ) -> None:
     """Measures the servers at ADDRESS..., each as http://HOST:PORT, in turn; any server that
-    speaks OpenAI's /v1/completions will do.
+    speaks OpenAI's /v1/completions will do. The results call a server NAME if it has one.
 
     \b
     W1  one request at a time, 128 tokens in, 128 out
@@ -148,8 +160,8 @@ def workloads(
     try:
         comparison = Comparison(
             [
-                look_at(address, model, api_key, ignore_eos)
-                for address in addresses or (f"http://{host}:{http_port}",)
+                look_at(address, model, api_key, ignore_eos, label)
+                for label, address in addresses or [("", f"http://{host}:{http_port}")]
             ],
             {name: chosen[name] for name in names},
             runs,

@@ -1,4 +1,4 @@
-"""`polychip bench workloads` against servers that answer as they are told to."""
+"""`polychip bench compare` against servers that answer as they are told to."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def bench(tokenizer, monkeypatch):
     monkeypatch.setattr(comparison, "CLIENT_CPU_PERCENT_MAX", 1e9)
 
     def run(*arguments):
-        command = ["bench", "workloads", "--tokenizer", tokenizer, "--quick", *arguments]
+        command = ["bench", "compare", "--tokenizer", tokenizer, "--quick", *arguments]
         return CliRunner().invoke(main, command)
 
     return run
@@ -107,6 +107,7 @@ def test_json_has_every_run_and_its_figures(bench):
     assert (result["quick"], result["seed"], result["remarks"]) == (True, 5, [])
     assert result["servers"] == [
         {
+            "label": server.address,
             "address": server.address,
             "model": "words",
             "server": "other",
@@ -200,6 +201,23 @@ def test_servers_take_turns_with_new_prompts_and_polychip_is_flushed(bench):
     assert first["ratio"] is None
     assert second["ratio"] == pytest.approx(sum(ratios) / 2)
     assert second["ratio"] > 1
+
+
+def test_results_call_a_server_by_the_name_it_is_given(bench, tmp_path):
+    path = tmp_path / "figures.json"
+    options = ["--workloads", "W1", "--runs", "1", "--json", str(path)]
+    with OpenAIServer() as first, OpenAIServer(extra_tokens=2) as second:
+        result = bench(f"ours={first.address}", f"yours={second.address}/v1", *options)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    assert lines[1].split() == ["Figure", "ours", "yours", "Ratio"]
+    assert "run 1 of 1, yours: W1" in result.stderr
+    assert "Warning: yours: W1, run 1" in result.stderr
+    document = json.loads(path.read_text())
+    named = [("ours", first.address), ("yours", second.address)]
+    for place in ("servers", "runs"):
+        assert [(each["label"], each["address"]) for each in document[place]] == named
+    assert {each["label"] for each in document["summary"]} == {"ours", "yours"}
 
 
 def test_table_on_standard_output_and_a_line_per_run_beside(bench, tmp_path):
@@ -345,6 +363,7 @@ def test_nothing_there_is_status_3(bench):
     ("arguments", "reason"),
     [
         (["127.0.0.1:8000"], "is no address such as http://"),
+        (["ours=127.0.0.1:8000"], "is no address such as http://"),
         (["--workloads", "W1,W5"], "no workload 'W5'; there are W1, W2, W3, W4"),
         (["--json", "http://127.0.0.1:8000"], "is an address, not a file"),
         (["--json", "/no/such/folder/figures"], "is no file in a folder that exists"),
@@ -377,7 +396,7 @@ def test_a_picture_is_drawn(bench, tmp_path):
 @pytest.mark.parametrize("later_s", [0.0, 0.001, 0.005])
 def test_ctrl_c_ends_it_whatever_runs_at_the_moment(tokenizer, later_s):
     with OpenAIServer(first_token_s=60.0) as server:
-        command = [sys.executable, "-m", "scripts.cli.main", "bench", "workloads", server.address]
+        command = [sys.executable, "-m", "scripts.cli.main", "bench", "compare", server.address]
         process = subprocess.Popen(
             [*command, "--tokenizer", tokenizer],
             cwd=ROOT,
