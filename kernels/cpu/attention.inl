@@ -285,8 +285,8 @@ class Piece {
     const float factor = step_.scale / step_.soft_cap;
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
       float* scores = scratch_.scores + pair * kTileTokens;
-      for (std::int64_t token = span.first; token < span.stop; token += kLanes) {
-        write(scores + token, hyperbolic_tangent(read(scores + token) * factor));
+      for (std::int64_t token = span.first; token < span.stop; token += kWidth) {
+        put(hyperbolic_tangent(load<Vector>(scores + token) * factor), scores + token);
       }
     }
   }

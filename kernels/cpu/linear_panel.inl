@@ -7,7 +7,7 @@
 
 #include "linear.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 

@@ -9,7 +9,7 @@
 
 #include "rows.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -167,9 +167,9 @@ void rotary(const Rotary& call, std::int64_t first, std::int64_t stop) {
   });
 }
 
-Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
+RegisterFloats silu(RegisterFloats x) { return x / (1.0f + exponential(-x)); }
 
-Floats gelu(Floats x) {
+RegisterFloats gelu(RegisterFloats x) {
   // sqrt(2 / pi)
   return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * (x + 0.044715f * x * x * x)));
 }
@@ -177,10 +177,13 @@ Floats gelu(Floats x) {
 template <typename T, typename Function>
 void activate(const T* gate, const T* up, T* output, std::int64_t size, Function function) {
   each_vector(
-      size, [&](std::int64_t i) { write(output + i, function(read(gate + i)) * read(up + i)); },
+      size,
+      [&](std::int64_t i) {
+        write(output + i, by_register(read(gate + i), function) * read(up + i));
+      },
       [&](std::int64_t i, std::int64_t count) {
-        const Floats x = function(read_some(gate + i, count)) * read_some(up + i, count);
-        write_some(output + i, x, count);
+        const Floats x = by_register(read_some(gate + i, count), function);
+        write_some(output + i, x * read_some(up + i, count), count);
       });
 }
 

@@ -25,17 +25,21 @@ inline T load(const void* from) {
   return value;
 }
 
-// One number in every lane. Register by register: into a vector of several the compiler would put it
-// lane by lane.
+#if defined(__AVX512F__)
+constexpr std::size_t kRegisterBytes = 64;
+#elif defined(__AVX__)
+constexpr std::size_t kRegisterBytes = 32;
+#else
+constexpr std::size_t kRegisterBytes = 16;
+#endif
+// The vectors of one register. Of wider ones the compiler makes and compares number by number.
+typedef float RegisterFloats __attribute__((vector_size(kRegisterBytes)));
+typedef std::int32_t RegisterInts __attribute__((vector_size(kRegisterBytes)));
+typedef std::uint32_t RegisterBits __attribute__((vector_size(kRegisterBytes)));
+
+// One number in every lane.
 template <typename Vector, typename T>
 inline Vector spread(T value) {
-#if defined(__AVX512F__)
-  constexpr std::size_t kRegisterBytes = 64;
-#elif defined(__AVX__)
-  constexpr std::size_t kRegisterBytes = 32;
-#else
-  constexpr std::size_t kRegisterBytes = 16;
-#endif
   typedef T Register __attribute__((vector_size(kRegisterBytes)));
   const Register part = value - Register{};
   Vector all;
@@ -43,6 +47,17 @@ inline Vector spread(T value) {
     std::memcpy(reinterpret_cast<std::byte*>(&all) + at, &part, sizeof(part));
   }
   return all;
+}
+
+// What `function` makes of each register's part of `values`.
+template <typename Function>
+inline Floats by_register(Floats values, Function function) {
+  for (std::size_t at = 0; at < sizeof(values); at += kRegisterBytes) {
+    std::byte* place = reinterpret_cast<std::byte*>(&values) + at;
+    const RegisterFloats part = function(load<RegisterFloats>(place));
+    std::memcpy(place, &part, sizeof(part));
+  }
+  return values;
 }
 
 inline Floats all_of(float value) { return spread<Floats>(value); }
@@ -53,17 +68,33 @@ inline Floats widened(Halves values) {
   const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, reinterpret_cast<__m256i>(values));
   return reinterpret_cast<Floats>(_mm512_maskz_slli_epi32(0xffff, wide, 16));
 #else
-  return reinterpret_cast<Floats>(__builtin_convertvector(values, Bits) << 16);
+  typedef std::uint16_t Part __attribute__((vector_size(kRegisterBytes / 2)));
+  Floats all;
+  for (std::size_t at = 0; at < sizeof(values); at += sizeof(Part)) {
+    const Part part = load<Part>(reinterpret_cast<const std::byte*>(&values) + at);
+    const RegisterBits wide = __builtin_convertvector(part, RegisterBits) << 16;
+    std::memcpy(reinterpret_cast<std::byte*>(&all) + 2 * at, &wide, sizeof(wide));
+  }
+  return all;
 #endif
 }
 
 // To the nearest, ties to even; a NaN stays one.
 inline Halves narrowed(Floats values) {
-  const Bits bits = reinterpret_cast<Bits>(values);
-  const Bits rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
-  const Ints nan = values != values;
-  const Bits unordered = reinterpret_cast<Bits>(nan);
-  return __builtin_convertvector((unordered & 0x7fc0U) | (~unordered & rounded), Halves);
+  const Floats upper = by_register(values, [](RegisterFloats part) {
+    const RegisterBits bits = reinterpret_cast<RegisterBits>(part);
+    const RegisterBits rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+    const RegisterBits ordered = reinterpret_cast<RegisterBits>(part == part);
+    return reinterpret_cast<RegisterFloats>((ordered & rounded) | (~ordered & 0x7fc0U));
+  });
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The compiler would do it number by number.
+  const auto* from = reinterpret_cast<const __m256i*>(&upper);
+  const __m256i packed = _mm256_packus_epi32(from[0], from[1]);
+  return reinterpret_cast<Halves>(_mm256_permute4x64_epi64(packed, 0xd8));
+#else
+  return __builtin_convertvector(reinterpret_cast<Bits>(upper), Halves);
+#endif
 }
 
 inline Floats read(const float* from) { return load<Floats>(from); }
@@ -96,23 +127,19 @@ inline float sum_of(Floats values) {
   return values[0] + values[1];
 }
 
-inline Floats select(Ints chosen, Floats yes, Floats no) {
-  const Bits mask = reinterpret_cast<Bits>(chosen);
-  return reinterpret_cast<Floats>((mask & reinterpret_cast<Bits>(yes)) |
-                                  (~mask & reinterpret_cast<Bits>(no)));
-}
-
 // e^x to some 2 units in the last place, 0 below the range of normal numbers, infinity above it.
 // 2^n times a polynomial of the rest: Cephes' expf (S. Moshier), its coefficients.
-inline Floats exponential(Floats x) {
+inline RegisterFloats exponential(RegisterFloats x) {
   constexpr float kLowest = -87.3365f, kHighest = 88.7228f;
-  const Floats bounded = select(x < kLowest, all_of(kLowest), select(x > kHighest, all_of(kHighest), x));
-  const Floats scaled = bounded * 1.44269504f;
-  const Floats shifted = scaled + select(scaled < 0.0f, all_of(-0.5f), all_of(0.5f));
-  const Ints whole = __builtin_convertvector(shifted, Ints);
-  const Floats count = __builtin_convertvector(whole, Floats);
-  const Floats rest = bounded - count * 0.693359375f + count * 2.12194440e-4f;
-  Floats sum = all_of(1.9875691500e-4f);
+  const RegisterFloats above_lowest = x < kLowest ? kLowest - RegisterFloats{} : x;
+  const RegisterFloats bounded = x > kHighest ? kHighest - RegisterFloats{} : above_lowest;
+  const RegisterFloats scaled = bounded * 1.44269504f;
+  const RegisterFloats half = 0.5f - RegisterFloats{};
+  const RegisterFloats shifted = scaled + (scaled < 0.0f ? -half : half);
+  const RegisterInts whole = __builtin_convertvector(shifted, RegisterInts);
+  const RegisterFloats count = __builtin_convertvector(whole, RegisterFloats);
+  const RegisterFloats rest = bounded - count * 0.693359375f + count * 2.12194440e-4f;
+  RegisterFloats sum = 1.9875691500e-4f - RegisterFloats{};
   sum = sum * rest + 1.3981999507e-3f;
   sum = sum * rest + 8.3334519073e-3f;
   sum = sum * rest + 4.1665795894e-2f;
@@ -120,24 +147,24 @@ inline Floats exponential(Floats x) {
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * rest * rest + rest + 1.0f;
   // In two factors: 2^128 alone is out of range.
-  const Ints first = whole >> 1, second = whole - first;
-  const Floats scaled_once = sum * reinterpret_cast<Floats>((first + 127) << 23);
-  const Floats power = scaled_once * reinterpret_cast<Floats>((second + 127) << 23);
-  const Floats found = select(x < kLowest, Floats{}, power);
-  const Floats above = select(x > kHighest, all_of(__builtin_inff()), found);
-  return select(x != x, x, above);
+  const RegisterInts first = whole >> 1, second = whole - first;
+  const RegisterFloats scaled_once = sum * reinterpret_cast<RegisterFloats>((first + 127) << 23);
+  const RegisterFloats power = scaled_once * reinterpret_cast<RegisterFloats>((second + 127) << 23);
+  const RegisterFloats found = x < kLowest ? RegisterFloats{} : power;
+  const RegisterFloats above = x > kHighest ? __builtin_inff() - RegisterFloats{} : found;
+  return x != x ? x : above;
 }
 
 // Near 0 a polynomial, for the exponential's rounding would be all that is left: Cephes' tanhf (S.
 // Moshier), its coefficients and its border.
-inline Floats hyperbolic_tangent(Floats x) {
-  const Floats square = x * x;
-  Floats sum = all_of(-5.70498872745e-3f);
+inline RegisterFloats hyperbolic_tangent(RegisterFloats x) {
+  const RegisterFloats square = x * x;
+  RegisterFloats sum = -5.70498872745e-3f - RegisterFloats{};
   sum = sum * square + 2.06390887954e-2f;
   sum = sum * square - 5.37397155531e-2f;
   sum = sum * square + 1.33314422036e-1f;
   sum = sum * square - 3.33332819422e-1f;
-  const Floats near = sum * square * x + x;
-  const Floats far = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
-  return select((x < 0.625f) & (x > -0.625f), near, far);
+  const RegisterFloats near = sum * square * x + x;
+  const RegisterFloats far = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
+  return (x < 0.625f) & (x > -0.625f) ? near : far;
 }
