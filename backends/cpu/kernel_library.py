@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from backends.cpu.options import INSTRUCTIONS
 from backends.errors import BackendUnavailable
 from backends.weight_form import WeightForm
 from kernels.library import LibraryUnusable, open_library
@@ -26,9 +27,6 @@ TILE = 32
 
 HEAD_SIZE_MAX = 256
 """kHeadSizeMax in kernels/cpu/attention.h."""
-
-INSTRUCTIONS = ("portable", "avx2", "avx512", "amx")
-"""Instructions in kernels/cpu/instructions.h, each including those before it."""
 
 SPIN_NS = 50_000
 """About what it takes to wake a thread."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from backends.cpu.host import CpuChip, has_bfloat16, host_memory
+from backends.cpu.options import DEVICE_IDS, check_options
 from backends.errors import BackendUnavailable
 from backends.plugin import Backend, BackendConfig, Capabilities, ChipDescription
 
@@ -60,6 +61,7 @@ class CpuBackend(Backend):
 
     @override
     def on_init(self, config: BackendConfig) -> None:
+        check_options(config.options)
         if config.chips_on_host < 1:
             raise BackendUnavailable(
                 f"chips on host is {config.chips_on_host}; the cpu backend needs at least 1"
@@ -83,5 +85,5 @@ class CpuBackend(Backend):
 
 def _device_ids(config: BackendConfig) -> Sequence[str]:
     """The ids of the host's chips; the empty id of a chip that is known by its number."""
-    listed = config.options.get("device-ids")
+    listed = config.options.get(DEVICE_IDS)
     return [""] * config.chips_on_host if listed is None else listed.split(",")

@@ -8,8 +8,9 @@ from typing_extensions import override
 
 from backends.cpu.device import CpuDevice
 from backends.cpu.host import CpuChip
-from backends.cpu.kernel_library import INSTRUCTIONS, Engine
+from backends.cpu.kernel_library import Engine
 from backends.cpu.kernels import cpu_implementations
+from backends.cpu.options import COLLECTIVES, KERNELS, chosen
 from backends.cpu.shared_memory_end import SharedMemorySettings
 from backends.cpu.shared_memory_join import Refusal, join_shared_memory
 from backends.cpu.shared_memory_library import Library
@@ -20,8 +21,6 @@ from backends.interface import BackendRuntime, Communicator, GroupPlace
 from backends.plugin import Backend, BackendConfig, ChipDescription
 from kernels.spec import Implementation
 
-_KERNELS = ("auto", "torch", *INSTRUCTIONS)
-_COLLECTIVES = ("auto", "shared-memory", "gloo")
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +50,7 @@ class CpuRuntime(BackendRuntime):
         return cpu_implementations(lambda: self.get_device(0).scratch, engine)
 
     def _open_engine(self, threads: int) -> Engine | None:
-        wanted = self._choice("kernels", _KERNELS)
+        wanted = chosen(self.config.options, KERNELS)
         if wanted == "torch":
             return None
         try:
@@ -66,7 +65,7 @@ class CpuRuntime(BackendRuntime):
     def connect_ranks(
         self, device: Device, place: GroupPlace, rendezvous: GlooRendezvous
     ) -> Communicator:
-        choice = self._choice("collectives", _COLLECTIVES)
+        choice = chosen(self.config.options, COLLECTIVES)
         if choice == "gloo":
             return super().connect_ranks(device, place, rendezvous)
         joined = join_shared_memory(place, rendezvous, Library, SharedMemorySettings())
@@ -80,20 +79,13 @@ class CpuRuntime(BackendRuntime):
 
     @override
     def collectives(self) -> str:
-        if self._choice("collectives", _COLLECTIVES) == "gloo":
+        if chosen(self.config.options, COLLECTIVES) == "gloo":
             return "gloo, over TCP: the option collectives says so"
         try:
             Library()
         except BackendUnavailable as error:
             return f"gloo, over TCP: {error}"
         return "shared memory, gloo between ranks that share none"
-
-    def _choice(self, option: str, choices: Sequence[str]) -> str:
-        """The first of the choices unless another is configured."""
-        choice = self.config.options.get(option, choices[0])
-        if choice not in choices:
-            raise BackendUnavailable(f"{option} is {choice!r}; choose {', '.join(choices)}")
-        return choice
 
 
 @cache

@@ -81,6 +81,24 @@ def test_no_chips_are_refused():
         CpuBackend().on_init(BackendConfig(chip_indices=(), chips_on_host=0))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("kernel", "torch", "has no option 'kernel'; it has kernels, collectives"),
+        ("kernels", "fast", "kernels is 'fast'; choose auto, torch, portable, avx2"),
+        ("collectives", "tcp", "collectives is 'tcp'; choose auto, shared-memory, gloo"),
+    ],
+)
+def test_options_it_does_not_know_are_refused_before_torch(name, value, says):
+    with pytest.raises(BackendUnavailable, match=says):
+        CpuBackend().on_init(BackendConfig(chip_indices=(0,), options={name: value}))
+
+
+def test_the_options_it_knows_are_taken():
+    options = {"kernels": "portable", "collectives": "gloo", "communicator-host": "here"}
+    CpuBackend().on_init(BackendConfig(chip_indices=(0,), options=options))
+
+
 @pytest.mark.parametrize("hardware", [True, False])
 def test_auto_takes_bfloat16_only_where_the_cores_have_it(monkeypatch, hardware):
     monkeypatch.setattr(plugin, "has_bfloat16", lambda: hardware)

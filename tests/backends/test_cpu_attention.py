@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from backends.cpu.attention import PagedAttention
-from backends.cpu.kernel_library import INSTRUCTIONS, Engine, load_library
+from backends.cpu.kernel_library import Engine, load_library
 from backends.cpu.native_kernels import NativeKernels
+from backends.cpu.options import INSTRUCTIONS
 from backends.errors import BackendUnavailable
 from backends.scratch import ScratchArena
 from kernels.paged_kv import PagedKV

@@ -12,8 +12,9 @@ import torch
 
 from backends.cpu.device import CpuDevice
 from backends.cpu.host import CpuChip
-from backends.cpu.kernel_library import INSTRUCTIONS, Engine, PackedMatrix, load_library
+from backends.cpu.kernel_library import Engine, PackedMatrix, load_library
 from backends.cpu.native_kernels import NativeKernels
+from backends.cpu.options import INSTRUCTIONS
 from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable, OutOfMemory
 from backends.interface import BackendConfig, Requirement, open_runtime
@@ -339,11 +340,6 @@ def test_the_option_says_what_computes(option):
 
 def known_as(option):
     return available()[-1] if option == "auto" else option
-
-
-def test_an_unknown_option_is_refused_by_name():
-    rejected = runtime_with("fast").acquire(1).rejected
-    assert rejected[0].startswith("kernels is 'fast'; choose auto, torch, portable, avx2")
 
 
 def test_instructions_the_machine_has_not_are_refused(monkeypatch):

@@ -8,8 +8,9 @@ import torch.nn.functional as functional
 
 from backends.cpu.device import CpuDevice
 from backends.cpu.host import CpuChip
-from backends.cpu.kernel_library import INSTRUCTIONS, Engine, PackedMatrix, load_library
+from backends.cpu.kernel_library import Engine, PackedMatrix, load_library
 from backends.cpu.native_kernels import NativeKernels
+from backends.cpu.options import INSTRUCTIONS
 from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable
 from backends.interface import WeightForm

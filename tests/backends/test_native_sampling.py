@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from backends.cpu.kernel_library import INSTRUCTIONS, Engine, PackedMatrix, load_library
+from backends.cpu.kernel_library import Engine, PackedMatrix, load_library
 from backends.cpu.native_kernels import NativeKernels
 from backends.cpu.native_sampling import NativeSampling
+from backends.cpu.options import INSTRUCTIONS
 from backends.errors import BackendUnavailable
 from kernels.reference import REFERENCE_IMPLEMENTATIONS
 

@@ -1,0 +1,39 @@
+"""The options of the cpu backend: which there are, and what each may be."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from backends.errors import BackendUnavailable
+
+INSTRUCTIONS = ("portable", "avx2", "avx512", "amx")
+"""Instructions in kernels/cpu/instructions.h, each including those before it."""
+
+KERNELS = "kernels"
+COLLECTIVES = "collectives"
+DEVICE_IDS = "device-ids"
+
+CHOICES: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        KERNELS: ("auto", "torch", *INSTRUCTIONS),
+        COLLECTIVES: ("auto", "shared-memory", "gloo"),
+    }
+)
+"""Of the options that are a choice; the first is the default."""
+
+_KNOWN = (*CHOICES, DEVICE_IDS, "communicator-host")
+
+
+def check_options(options: Mapping[str, str]) -> None:
+    """Raises BackendUnavailable naming an option there is not, or one that is no choice."""
+    for name, value in options.items():
+        if name not in _KNOWN:
+            raise BackendUnavailable(
+                f"the cpu backend has no option {name!r}; it has {', '.join(_KNOWN)}"
+            )
+        if name in CHOICES and value not in CHOICES[name]:
+            raise BackendUnavailable(f"{name} is {value!r}; choose {', '.join(CHOICES[name])}")
+
+
+def chosen(options: Mapping[str, str], name: str) -> str:
+    """What an option that is a choice is."""
+    return options.get(name, CHOICES[name][0])
