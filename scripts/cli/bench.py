@@ -14,6 +14,7 @@ from rich.table import Table
 
 from scripts.cli.bench_compare import compare
 from scripts.cli.bench_control import control
+from scripts.cli.bench_step import step
 
 PROGRAM = [sys.executable, "-m", "scripts.collective_bench"]
 RUNS = 5
@@ -30,6 +31,7 @@ def bench() -> None:
 
 bench.add_command(compare)
 bench.add_command(control)
+bench.add_command(step)
 
 
 @bench.command()

@@ -56,7 +56,12 @@ def output_options(command: Command) -> Command:
         metavar="FILE.png",
         help="Draw the figures (png, svg or pdf); needs matplotlib.",
     )
-    json = click.option(
+    return json_option(plot(command))
+
+
+def json_option(command: Command) -> Command:
+    """Adds --json."""
+    return click.option(
         "--json",
         "json_path",
         type=json_target,
@@ -64,8 +69,7 @@ def output_options(command: Command) -> Command:
         flag_value=STANDARD_OUTPUT,
         metavar="[FILE]",
         help="Print JSON instead of tables, or write it to a file beside.",
-    )
-    return json(plot(command))
+    )(command)
 
 
 def drawing(module: str) -> Callable[..., None]:

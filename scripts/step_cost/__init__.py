@@ -1,0 +1,1 @@
+"""What the steps of a chip cost, operation by operation: what `polychip bench step` measures."""
