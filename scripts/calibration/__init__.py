@@ -1,0 +1,1 @@
+"""Which chunks and batches suit these chips: what `polychip calibrate` measures and recommends."""
