@@ -13,7 +13,6 @@ from backends.interface import (
     Communicator,
     Device,
     KernelTable,
-    KVSpec,
     Lifetime,
     MemoryPool,
 )
@@ -26,7 +25,7 @@ from chip_worker.models.model import ModelPlace
 from chip_worker.numeric_probe import probe_numerics
 from chip_worker.prompt_scorer import PromptScorer
 from chip_worker.sampler import Sampler, sampler_requirements
-from chip_worker.shard_loader import LoadedShard
+from chip_worker.shard_loader import LoadedShard, kv_spec
 from chip_worker.slots import PlannedRow, SlotTables
 from chip_worker.step_batch import build_batch
 from chip_worker.step_memory import StepMemory
@@ -67,7 +66,7 @@ class Formation:
         self._device = device
         self._loaded = loaded
         self._memory = StepMemory(device)
-        spec = _kv_spec(form, loaded)
+        spec = kv_spec(loaded.config, loaded.shard, form.block_tokens, loaded.dtype)
         self._pool = open_memory_pool(config, runtime, device, spec, form.blocks_wanted)
         row_tokens_max = form.chunk_tokens + form.slots
         self._tables = SlotTables(
@@ -196,16 +195,6 @@ class Formation:
         except BackendError as error:
             # A lost chip refuses even this; the fault that ended the epoch is what counts.
             _log.warning("formation.memory_not_reclaimed", error=str(error))
-
-
-def _kv_spec(form: FormGroup, loaded: LoadedShard) -> KVSpec:
-    return KVSpec(
-        layers=loaded.kv_groups.layers,
-        kv_heads=len(loaded.shard.kv_heads),
-        head_size=loaded.config.head_size,
-        block_tokens=form.block_tokens,
-        dtype=loaded.dtype,
-    )
 
 
 def _bind_kernels(

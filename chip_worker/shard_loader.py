@@ -6,7 +6,7 @@ import structlog
 import torch
 
 from backends.errors import BackendUnavailable
-from backends.interface import Device, WeightForm
+from backends.interface import Device, KVSpec, WeightForm
 from backends.plugin import ModelLoadPlan
 from chip_worker.checkpoint import ModelFingerprint
 from chip_worker.kv_groups import KVGroups, model_kv_groups
@@ -71,6 +71,11 @@ class ShardLoader:
             )
 
     @property
+    def config(self) -> ModelConfig:
+        """What the checkpoint says about its model."""
+        return self._config
+
+    @property
     def kv_groups(self) -> KVGroups:
         """Which layers of the model share block tables."""
         return model_kv_groups(self._config)
@@ -118,3 +123,14 @@ class ShardLoader:
         """Forgets the shard and closes the checkpoint."""
         self._loaded = None
         self._checkpoint.close()
+
+
+def kv_spec(config: ModelConfig, shard: ShardPlan, block_tokens: int, dtype: torch.dtype) -> KVSpec:
+    """What a rank keeps in a block of `block_tokens`."""
+    return KVSpec(
+        layers=model_kv_groups(config).layers,
+        kv_heads=len(shard.kv_heads),
+        head_size=config.head_size,
+        block_tokens=block_tokens,
+        dtype=dtype,
+    )

@@ -5,7 +5,7 @@ import pytest
 from backends.errors import OutOfMemory
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import ConfigurationError
-from chip_worker.memory_pool import default_capacity
+from chip_worker.kv_capacity import default_capacity
 
 
 def config(**changes):
@@ -22,6 +22,14 @@ def test_scarce_memory_gives_this_chips_share_less_the_reserve():
     two_chips = config(chips_on_host=2)
     # 25 % of 1,000,000 over two chips is 125,000; 80 % of that holds 100 blocks.
     assert default_capacity(two_chips, 5000, block_bytes=1000, free_bytes=1_000_000) == 100
+
+
+def test_a_chip_with_memory_of_its_own_shares_it_with_no_other():
+    two_chips = config(chips_on_host=2)
+    capacity = default_capacity(
+        two_chips, 5000, block_bytes=1000, free_bytes=1_000_000, shared=False
+    )
+    assert capacity == 200
 
 
 def test_memory_for_less_than_a_block_is_refused_with_a_remedy():
