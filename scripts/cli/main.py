@@ -15,6 +15,7 @@ COMMANDS = {
     "status": "scripts.cli.status:status",
     "health": "scripts.cli.health:health",
     "cache": "scripts.cli.cache:cache",
+    "plan": "scripts.cli.plan:plan",
     "doctor": "scripts.cli.doctor:doctor",
     "bench": "scripts.cli.bench:bench",
     "control-plane": "scripts.cli.processes:control_plane",

@@ -1,0 +1,1 @@
+"""Which layout to serve a model with: needs measured, capacity and speed foretold, one advised."""
