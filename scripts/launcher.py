@@ -172,7 +172,7 @@ class Launcher:
             process = self._workers[name] = await start_child(command)
             code = await process.wait()
             pause_s = pause.next_s(time.monotonic() - started)
-            said = f"{name} {_described(code)}"
+            said = f"{name} {described_exit(code)}"
             if code == ExitCode.LEFT or code in HOPELESS:
                 pause.over = True
             elif pause.count(await _was_usable(admin, name, process.pid)):
@@ -305,7 +305,8 @@ async def _was_usable(admin: AdminWatcher, name: str, pid: int) -> bool:
     return True
 
 
-def _described(code: int) -> str:
+def described_exit(code: int) -> str:
+    """The end of a worker in words, with the name of its exit code."""
     named = f" ({ExitCode(code).name})" if code in set(ExitCode) else ""
     return f"{describe_exit(code)}{named}"
 
