@@ -33,7 +33,7 @@ class ServeSettings:
     allows. backend: of the groups that name none. group_backends: one a group; empty means
     `backend` for all. devices: ids by backend, one a chip; a backend that is missing takes its
     first chips. backend_options: NAME=VALUE texts by backend. debug_backend: None: no records.
-    weights: how workers hold them.
+    weights: how workers hold them. settings_file: the calibration that some of it comes from.
     """
 
     control_plane: ControlPlaneConfig
@@ -51,6 +51,7 @@ class ServeSettings:
     debug_backend_calls: int = 256
     captured_tokens: int = CAPTURED_TOKENS
     weights: str = "auto"
+    settings_file: Path | None = None
 
     @property
     def host(self) -> str:

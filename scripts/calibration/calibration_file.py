@@ -105,12 +105,19 @@ class Calibration:
         finally:
             partial.unlink(missing_ok=True)
 
+    def content(self) -> dict[str, object]:
+        """What the file holds."""
+        points = [{**point.work._asdict(), "seconds": point.seconds} for point in self.points]
+        return {"format": FORMAT, **asdict(self), "points": points}
+
     def _text(self) -> str:
         """Every point on a line of its own: a person may look."""
-        content = {"format": FORMAT, **asdict(self), "points": []}
-        points = ({**point.work._asdict(), "seconds": point.seconds} for point in self.points)
+        content = self.content()
+        points = content.pop("points")
+        assert isinstance(points, list)
         joined = ",\n    ".join(json.dumps(point) for point in points)
-        return json.dumps(content, indent=2).removesuffix("[]\n}") + f"[\n    {joined}\n  ]\n}}\n"
+        head = json.dumps(content, indent=2).removesuffix("\n}")
+        return f'{head},\n  "points": [\n    {joined}\n  ]\n}}\n'
 
 
 def read_calibration(path: Path) -> Calibration:

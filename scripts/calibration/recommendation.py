@@ -64,6 +64,6 @@ def _end_reached(rates: Sequence[Rate], option: str) -> list[str]:
     if any(last.tokens_per_s < RISE_MIN * rate.tokens_per_s for rate in rates[:-1]):
         return []
     return [
-        f"the sweep's end was reached: throughput still rises at {last.size}; measure larger ones "
-        f"with {option}"
+        f"the sweep's end was reached: throughput still rises at {last.size}; measure larger "
+        f"{option}, if context and memory allow"
     ]

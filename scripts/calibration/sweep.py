@@ -94,8 +94,8 @@ class Watcher:
     def on_begin(self, tokens_count: int, prefill_tokens_per_s: float) -> None:
         """So many tokens are to be computed, and the warm-up computed so many a second."""
 
-    def on_next(self, what: str) -> None:
-        """This is done now."""
+    def on_next(self, part: str, what: str = "") -> None:
+        """This is done now; a part has many steps."""
 
     def on_step(self, tokens_count: int) -> None:
         """A step of so many tokens is done."""
@@ -180,12 +180,12 @@ class Sweeper:
         why = f"{limit} {most} {what}"
         if not fitting:
             raise CalibrationFailed(
-                f"{option}: {why}, and {asked[0]} is the least asked for; give smaller ones, or "
+                f"{option}: {why}, but {asked[0]} is the least asked for; give smaller ones, or "
                 "more --kv-blocks"
             )
         if len(fitting) < len(asked):
             left_out = ", ".join(str(size) for size in asked[len(fitting) :])
-            self._remarks.append(f"{left_out} of {option} was left out: {why}")
+            self._remarks.append(f"{option} {left_out}: left out, because {why}")
         return fitting
 
     def _blocks_for(self, tokens_count: int) -> int:
@@ -264,9 +264,9 @@ class Sweeper:
                 del self._chunks[i + 1 :]
                 return
 
-    async def _run(self, task: Task, which: str) -> float:
+    async def _run(self, task: Task, part: str) -> float:
         """Seconds of the step."""
-        self._watcher.on_next(f"{which}: {task}")
+        self._watcher.on_next(part, str(task))
         # Rows that decode do so step after step: the second one finds everything as they will.
         before = task.position if task.chunk_tokens else task.position - 1
         entries = {slot: _Entry(self._row(slot), before, 1) for slot in range(task.decode_rows)}

@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "scripts.cli.plan:plan",
     "doctor": "scripts.cli.doctor:doctor",
     "bench": "scripts.cli.bench:bench",
+    "calibrate": "scripts.cli.calibrate:calibrate",
     "control-plane": "scripts.cli.processes:control_plane",
     "worker": "scripts.cli.processes:worker",
 }

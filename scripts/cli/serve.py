@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ from scripts.cli.chip_options import (
 )
 from scripts.cli.serve_options import serve_options
 from scripts.cli.serving_chips import chip_table, look_at_chips, settle_backends
+from scripts.cli.settings_file import names_from_file, warnings_of
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
 from scripts.topology import numa_nodes_count
@@ -44,9 +46,18 @@ def serve(announce: Path | None, **values: object) -> None:
     started = time.monotonic()
     settings, tried = settle_backends(settings_of(values))
     chips = look_at_chips(settings)
+    from_file = names_from_file(click.get_current_context())
     click.echo(f"Polychip {version('polychip')}")
-    for line in (*tried, *settings_lines(settings), "", *chip_table(settings, chips), ""):
+    for line in (
+        *tried,
+        *settings_lines(settings, from_file),
+        "",
+        *chip_table(settings, chips),
+        "",
+    ):
         click.echo(line)
+    for warning in warnings_of(settings):
+        click.echo(f"Warning: {warning}", err=True)
 
     def report(line: str) -> None:
         click.echo(f"{time.monotonic() - started:6.1f} s  {line}")
@@ -124,8 +135,10 @@ def _chip_values(
     }
 
 
-def settings_lines(settings: ServeSettings) -> list[str]:
+def settings_lines(settings: ServeSettings, from_file: Collection[str] = ()) -> list[str]:
     """Every setting under the name of its option, one a line.
+
+    from_file: fields whose values come from the settings file.
 
     Raises UsageError if a file that a setting names cannot be used.
     """
@@ -146,7 +159,8 @@ def settings_lines(settings: ServeSettings) -> list[str]:
             value = getattr(settings, name)
         else:
             continue
-        shown[option.opts[0].removeprefix("--")] = _text(value)
+        origin = f" (from {settings.settings_file})" if name in from_file else ""
+        shown[option.opts[0].removeprefix("--")] = _text(value) + origin
     try:
         shown |= _texts_from_files(settings)
     except ConfigurationError as error:
@@ -176,6 +190,7 @@ def _chip_texts(settings: ServeSettings) -> dict[str, str]:
 def _texts_from_files(settings: ServeSettings) -> dict[str, str]:
     """The settings of which only a file tells what they come to; no secret is shown."""
     texts = {"join-token-file": "none", "api-key-file": "none"}
+    texts["settings"] = str(settings.settings_file or "none")
     if settings.join_token_file is not None:
         read_join_token(settings.join_token_file)
         texts["join-token-file"] = str(settings.join_token_file)

@@ -11,9 +11,20 @@ from typing_extensions import override
 from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, CAPTURED_TOKENS_MAX, WEIGHTS
 from control_plane import settings
 from scripts.cli.chip_options import chip_groups
+from scripts.cli.settings_file import take_settings
 from scripts.topology import PACKAGED_MODELS
 
 Command = TypeVar("Command", bound=Callable[..., object])
+
+CALIBRATED_SETTINGS = (
+    "--kv-policy",
+    "--block-tokens",
+    "--start-deadline",
+    "--formation-deadline",
+    "--probe-deadline",
+    "--step-deadline",
+)
+"""Those of the control plane's that matter where single steps are measured."""
 
 COUNT = click.IntRange(min=1)
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -129,18 +140,35 @@ CHIP_OPTIONS = (
     ),
 )
 
+SETTINGS_FILE_OPTION = click.option(
+    "--settings",
+    "settings_file",
+    type=FILE,
+    is_eager=True,
+    callback=take_settings,
+    metavar="FILE",
+    help="File of `polychip calibrate`: its settings hold where their options are not given.",
+)
+LOG_LEVEL_OPTION = click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="warning",
+    help="Least severity that is logged, to standard error.",
+)
+CAPTURED_TOKENS_OPTION = click.option(
+    "--captured-tokens",
+    type=click.IntRange(min=0, max=CAPTURED_TOKENS_MAX),
+    default=CAPTURED_TOKENS,
+    help="Steps of up to so many tokens are captured on chips that can, and replayed; 0: none.",
+)
+
 NETWORK_OPTIONS = (
     click.option(
         "--api-key-file", type=FILE, help="File with the keys clients may use, one a line."
     ),
     click.option("--join-token-file", type=FILE, help="File with the secret that admits workers."),
     click.option("--announce", type=FILE, help="File that receives the ports as JSON."),
-    click.option(
-        "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
-        default="warning",
-        help="Least severity that is logged, to standard error.",
-    ),
+    LOG_LEVEL_OPTION,
     click.option(
         "--debug-backend",
         is_flag=False,
@@ -155,12 +183,7 @@ NETWORK_OPTIONS = (
         default=256,
         help="Calls of primitives a worker keeps and logs at a fault, with --debug-backend.",
     ),
-    click.option(
-        "--captured-tokens",
-        type=click.IntRange(min=0, max=CAPTURED_TOKENS_MAX),
-        default=CAPTURED_TOKENS,
-        help="Steps of up to so many tokens are captured on chips that can, and replayed; 0: none.",
-    ),
+    CAPTURED_TOKENS_OPTION,
 )
 
 
@@ -171,9 +194,19 @@ def serve_options(command: Command) -> Command:
     command = _with(NETWORK_OPTIONS, command)
     command = settings.settings_options(settings.NETWORK)(command)
     command = settings.settings_options(settings.SCHEDULING)(command)
+    command = SETTINGS_FILE_OPTION(command)
     command = settings.settings_options(settings.CHIPS)(command)
     command = _with(CHIP_OPTIONS, command)
     command = settings.settings_options(settings.MODEL)(command)
+    return _with(MODEL_OPTIONS, command)
+
+
+def calibrated_options(command: Command) -> Command:
+    """Adds the options of `polychip serve` that say what a step computes, on which chips."""
+    command = CAPTURED_TOKENS_OPTION(LOG_LEVEL_OPTION(command))
+    table = [each for each in settings.SETTINGS if each.flag in CALIBRATED_SETTINGS]
+    command = settings.settings_options(table)(command)
+    command = _with(CHIP_OPTIONS, command)
     return _with(MODEL_OPTIONS, command)
 
 
