@@ -6,6 +6,7 @@
 Rank 0 tells how long the chips worked: what planning, sending and this process take is not in it.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -72,7 +73,7 @@ class MeasuredGroup:
         self._settings = settings
         self._config = config
         self.slots = slots
-        self._events_in, self._events = anyio.create_memory_object_stream[Event](EVENTS_MAX)
+        self._events: asyncio.Queue[Event] = asyncio.Queue(EVENTS_MAX)
         self._processes: dict[str, Process] = {}
         self._step_id = 0
         form = GroupSettings(
@@ -166,14 +167,14 @@ class MeasuredGroup:
 
     def _post(self, event: Event) -> None:
         if not isinstance(event, Heartbeat):
-            self._events_in.send_nowait(event)
+            self._events.put_nowait(event)
 
     async def _next(self) -> Event:
         """The next event. Raises CalibrationFailed if it is the end of a worker."""
         event: Event | None = None
         while event is None:
             with anyio.move_on_after(POLL_S):
-                event = await self._events.receive()
+                event = await self._events.get()
             if event is None:
                 for name in self._processes:
                     self._check_runs(name)

@@ -18,17 +18,14 @@ US = 1e6
 
 def chunk_table(measured: Measurement) -> Table:
     """A row for every size of chunks."""
-    title = (
-        f"Chunks in the middle of a prompt of {measured.sweep.prompt_tokens} tokens: medians of "
-        "a step"
-    )
+    title = f"Prefill in a prompt of {measured.sweep.prompt_tokens} tokens"
     chosen = measured.calibration.settings.chunk_tokens
     return _table(title, "Chunk", measured.sweep.chunks, measured.chunk_rates, chosen)
 
 
 def batch_table(measured: Measurement) -> Table:
     """A row for every number of rows that decode."""
-    title = f"Rows that decode behind {measured.sweep.position} tokens: medians of a step"
+    title = f"Decode behind {measured.sweep.position} tokens"
     chosen = measured.calibration.settings.running_max
     return _table(title, "Rows", measured.sweep.batches, measured.batch_rates, chosen)
 

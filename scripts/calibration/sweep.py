@@ -124,7 +124,8 @@ class Sweep:
 
 
 class Sweeper:
-    """Measures one group. Raises CalibrationFailed, naming the option, where nothing fits it."""
+    """Measures one group. What does not fit it is cut to what does. Raises CalibrationFailed where
+    KV memory does not hold a single row."""
 
     def __init__(
         self, group: MeasuredGroup, extent: Extent, step_deadline_s: float, watcher: Watcher
@@ -163,30 +164,26 @@ class Sweeper:
 
     def _fitting_chunks(self, asked: Sequence[int]) -> list[int]:
         group = self._group
-        blocks = (group.blocks - self._row_blocks) // len(group.worker.kv_windows)
-        most = min(group.worker.context_tokens, max(0, blocks) * group.block_tokens)
+        held = group.blocks // len(self._kv.windows) * group.block_tokens
+        most = min(group.worker.context_tokens, held)
         return self._fitting(asked, most, "--chunks", "tokens", "the context and KV memory hold")
 
     def _fitting_batches(self, asked: Sequence[int]) -> list[int]:
         group = self._group
-        left = group.blocks - self._blocks_for(self._prompt_tokens)
-        most = min(left // self._row_blocks, group.slots)
+        most = min(group.blocks // self._row_blocks, group.slots)
         return self._fitting(asked, most, "--batches", "rows", "the chips and KV memory take")
 
     def _fitting(
         self, asked: Sequence[int], most: int, option: str, what: str, limit: str
     ) -> list[int]:
-        fitting = [size for size in asked if size <= most]
-        why = f"{limit} {most} {what}"
-        if not fitting:
-            raise CalibrationFailed(
-                f"{option}: {why}, but {asked[0]} is the least asked for; give smaller ones, or "
-                "more --kv-blocks"
-            )
-        if len(fitting) < len(asked):
-            left_out = ", ".join(str(size) for size in asked[len(fitting) :])
-            self._remarks.append(f"{option} {left_out}: left out, because {why}")
-        return fitting
+        why = f"{option}: {limit} {most} {what}"
+        if most < 1:
+            raise CalibrationFailed(f"{why}; give more --kv-blocks or a smaller --position")
+        beyond = [size for size in asked if size > most]
+        if beyond:
+            left_out = ", ".join(str(size) for size in beyond)
+            self._remarks.append(f"{why}, which was measured instead of {left_out}")
+        return sorted({min(size, most) for size in asked})
 
     def _blocks_for(self, tokens_count: int) -> int:
         """Blocks of all KV groups: none drops any, because a prompt is measured again and again."""
@@ -244,7 +241,8 @@ class Sweeper:
             Task(1, short),
         ]
         for decode_rows, size in ((rows, chunk), (longest, self._chunks[0])):
-            beside = min(decode_rows, self._group.slots - 1)
+            left = self._group.blocks - self._blocks_for(prompt)
+            beside = min(decode_rows, self._group.slots - 1, left // self._row_blocks)
             if beside:
                 tasks.append(Task(beside, self._position, size, prompt - size))
         known = {self._chunk_task(size) for size in self._chunks}
@@ -331,8 +329,9 @@ class Sweeper:
         return self._tables(0, self._kv.blocks_for(self._prompt_tokens))
 
     def _row(self, index: int) -> list[range]:
-        """The blocks of a row that decodes."""
-        first = self._blocks_for(self._prompt_tokens) + index * self._row_blocks
+        """The blocks of a row that decodes: from the back, so that they may be those of the prompt
+        only where the memory does not hold both."""
+        first = self._group.blocks - (index + 1) * self._row_blocks
         return self._tables(first, self._row_blocks // len(self._kv.windows))
 
     def _tables(self, first: int, count: int) -> list[range]:
