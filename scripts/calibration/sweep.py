@@ -32,6 +32,8 @@ SHORT_SHARE = 8
 """The other position of rows that decode is this part of `position`."""
 DEADLINE_SHARE = 0.5
 """No chunk is measured that would take more of --step-deadline."""
+SPREAD_MAX = 1.3
+"""Usual ratio of a step's longest time to its shortest beyond which the machine counts as busy."""
 SAMPLING = Sampling(temperature=1.0, seed=0)
 
 
@@ -206,6 +208,7 @@ class Sweeper:
         for number in range(1, self._repeats + 1):
             for task, seconds in times.items():
                 seconds.append(await self._run(task, f"run {number} of {self._repeats}"))
+        self._remark_on_spread(median(max(seconds) / min(seconds) for seconds in times.values()))
 
         def points(tasks: Sequence[Task]) -> tuple[Point, ...]:
             return tuple(Point(task.work, median(times[task])) for task in tasks)
@@ -219,6 +222,13 @@ class Sweeper:
             self._rows_held,
             tuple(self._remarks),
         )
+
+    def _remark_on_spread(self, spread: float) -> None:
+        if spread > SPREAD_MAX:
+            self._remarks.append(
+                f"a step takes {spread:.1f} times as long at one time as at another: something "
+                "else uses this machine; measure again when it is idle, or with more --repeats"
+            )
 
     def _tokens_count(self) -> int:
         """Tokens that are computed in all, about."""

@@ -13,6 +13,7 @@ from typing_extensions import override
 from scripts.cli.bench_output import (
     drawing,
     ends_at_interrupt,
+    numbers_up_to,
     output_options,
     put_out,
     tables_console,
@@ -32,23 +33,6 @@ REQUESTS_MAX = 65_536
 STEPS_MAX = 100_000
 
 Draw = Callable[[Costs, Path], None]
-
-
-def numbers_up_to(most: int) -> Callable[[str], tuple[int, ...]]:
-    """Reads whole numbers with commas between them, each from 1 to `most`; repeats count once."""
-
-    def numbers(text: str) -> tuple[int, ...]:
-        found = []
-        for part in text.split(","):
-            if not part.strip().isdecimal() or not 1 <= int(part) <= most:
-                raise click.BadParameter(
-                    f"{part.strip()!r} is no whole number from 1 to {most}; give such numbers with "
-                    "commas between them"
-                )
-            found.append(int(part))
-        return tuple(dict.fromkeys(found))
-
-    return numbers
 
 
 @click.command(short_help="Measures what the control plane costs for each step and token.")

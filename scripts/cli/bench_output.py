@@ -1,4 +1,4 @@
-"""What the commands of `polychip bench` share: tables, JSON, a picture, and an end by Ctrl-C."""
+"""What commands that measure share: numbers, tables, JSON, a picture, and an end by Ctrl-C."""
 
 import asyncio
 import importlib
@@ -19,6 +19,23 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 STANDARD_OUTPUT = "-"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def numbers_up_to(most: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads whole numbers with commas between them, each from 1 to `most`; repeats count once."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        found = []
+        for part in text.split(","):
+            if not part.strip().isdecimal() or not 1 <= int(part) <= most:
+                raise click.BadParameter(
+                    f"{part.strip()!r} is no whole number from 1 to {most}; give such numbers with "
+                    "commas between them"
+                )
+            found.append(int(part))
+        return tuple(dict.fromkeys(found))
+
+    return numbers
 
 
 def json_target(text: str) -> str:

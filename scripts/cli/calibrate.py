@@ -15,10 +15,10 @@ from scripts.calibration.report import batch_table, chunk_table, document, summa
 from scripts.calibration.sweep import Extent
 from scripts.calibration.watching import watching
 from scripts.cancellable import run_cancellable
-from scripts.cli.bench_control import numbers_up_to
 from scripts.cli.bench_output import (
     drawing,
     ends_at_interrupt,
+    numbers_up_to,
     output_file,
     output_options,
     put_out,
