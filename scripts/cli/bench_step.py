@@ -14,10 +14,10 @@ from backends.plugin import Backend, BackendConfig, find_backend
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import ModelError
 from control_plane.errors import ConfigurationError
-from scripts.cli.bench_control import numbers_up_to
 from scripts.cli.bench_output import (
     ends_at_interrupt,
     json_option,
+    numbers_up_to,
     put_out,
     tables_console,
 )

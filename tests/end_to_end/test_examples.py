@@ -36,6 +36,7 @@ NOT_RUN = {
     "python3 -m venv": "makes an environment",
     "pip install": "installs packages",
     "polychip bench compare": "measures for minutes; test_bench_of_a_service runs its short form",
+    "polychip calibrate": "measures for minutes; test_calibrate runs it small",
     "polychip bench step": "measures for a minute; test_bench_step runs it small",
     "kill": "ends a process that the reader picks",
     "polychip doctor --backend NAME": "names a backend of the reader's",
