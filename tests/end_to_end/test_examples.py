@@ -46,7 +46,7 @@ NOT_RUN = {
     "python -m pytest": "runs tests",
 }
 """How a command begins that is not run, with or without the path of .venv/bin."""
-WITHOUT_SERVICE = ("doctor", "bench")
+WITHOUT_SERVICE = ("doctor", "bench", "plan")
 """Commands that look at this machine and know no ports."""
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 LOOKS_RUNNABLE = re.compile(
