@@ -19,10 +19,11 @@ WEIGHTS = ("auto", "bf16", "int8", "native")
 class WorkerConfig:
     """Configuration of the process; sizes in bytes, times in seconds.
 
-    model_path: a GGUF file or a Hugging Face directory. chip_indices: chips this process may use,
-    of which it serves the first that opens. devices: ids of the chips of the service, in which the
-    indices are positions; empty: all there are. dtype: a name such as "float32", or "auto".
-    weights: one of WEIGHTS. Intervals of heartbeats come from the control plane's Welcome.
+    control_plane: HOST:PORT, or HOST:@FILE, see `plane_address`. model_path: a GGUF file or a
+    Hugging Face directory. chip_indices: chips this process may use, of which it serves the first
+    that opens. devices: ids of the chips of the service, in which the indices are positions; empty:
+    all there are. dtype: a name such as "float32", or "auto". weights: one of WEIGHTS. Intervals of
+    heartbeats come from the control plane's Welcome.
     """
 
     worker_id: str

@@ -26,6 +26,7 @@ from chip_worker.batch import Command, Fault, FaultKind, FormGroup, Ready, Repor
 from chip_worker.config import WorkerConfig
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
+from chip_worker.plane_address import dialled_address
 from chip_worker.plane_stream import PlaneStream, Refused, StreamEnded, Superseded
 from chip_worker.status_file import CONNECTING, FAILED, FORMING, IDLE, LEAVING, SERVING, StatusFile
 from chip_worker.wire import Identity
@@ -161,14 +162,15 @@ class Connection:
 
     async def _serve_once(self, identity: Identity) -> None:
         self._write_status()
-        stream = PlaneStream(self._config, identity, self.inbox)
+        address = await dialled_address(self._config.control_plane)
+        stream = PlaneStream(self._config, address, identity, self.inbox)
         began_at = anyio.current_time()
         try:
             await stream.attach(self._term_highest)
             self._term_highest = stream.term
             self.inbox.begin_term(stream.term)
             self._stream = stream
-            _log.info(REGISTERED, control_plane=self._config.control_plane, term=stream.term)
+            _log.info(REGISTERED, control_plane=address, term=stream.term)
             self._write_status()
             await stream.serve(self._write_status)
         except StreamEnded as error:

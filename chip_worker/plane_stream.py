@@ -48,11 +48,15 @@ class Superseded(Refused):
 
 
 class PlaneStream:
-    """A stream to the control plane; `attach` once, then `serve` once, on one event loop."""
+    """A stream to the control plane; `attach` once, then `serve` once, on one event loop.
+
+    address: where it is dialled, HOST:PORT.
+    """
 
     def __init__(
         self,
         config: WorkerConfig,
+        address: str,
         identity: Identity,
         inbox: Inbox,
         clock: Callable[[], float] = monotonic,
@@ -64,7 +68,7 @@ class PlaneStream:
         self._inbox = inbox
         self._clock = clock
         self._channel = grpc.aio.insecure_channel(
-            config.control_plane, options=_channel_options(config.message_bytes_max)
+            address, options=_channel_options(config.message_bytes_max)
         )
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(
             self._channel

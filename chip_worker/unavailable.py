@@ -16,6 +16,7 @@ import structlog
 from chip_worker.config import WorkerConfig
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
+from chip_worker.plane_address import dialled_address
 from chip_worker.plane_stream import PlaneStream, Refused, StreamEnded
 from chip_worker.wire import Identity
 
@@ -81,7 +82,8 @@ async def _announce(config: WorkerConfig, identity: Identity) -> None:
 
 
 async def _tell(config: WorkerConfig, identity: Identity) -> None:
-    stream = PlaneStream(config, identity, Inbox(lambda _ended: None))
+    address = await dialled_address(config.control_plane)
+    stream = PlaneStream(config, address, identity, Inbox(lambda _ended: None))
     try:
         await stream.attach(term_highest=0)
         stream.outbox.put_goodbye(f"its chip is unavailable: {identity.unavailable_reason}")

@@ -1,5 +1,8 @@
 """Starts the control plane and the workers of this machine, keeps the workers alive, stops all.
 
+All are started at once: a worker opens its chip while the control plane reads the model, then finds
+the port in the file that the control plane announces it in.
+
 control plane ends          -> stop the workers, exit with its status
 worker ends with 0          -> it was asked to leave: leave it
 no group can form any more  -> stop: requests would wait for ever
@@ -19,17 +22,18 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
 
 import anyio
-import httpx
+import anyio.to_thread
 from anyio.abc import Process, TaskGroup
 
 from chip_worker.exit_code import ExitCode
 from control_plane.settings import read_api_keys
 from scripts.child_process import describe_exit, end_child, send_signal, start_child
-from scripts.client import AdminWatcher
+from scripts.client import AdminWatcher, health
 from scripts.settings import (
     ServeSettings,
     control_plane_command,
@@ -137,20 +141,23 @@ class Launcher:
         return self._exit_status(code)
 
     async def _serve(self, control_plane: Process, announce_path: Path) -> None:
-        addresses = await _announced(announce_path)
-        self._report(
-            f"control plane listens: http {addresses.http_port}, grpc {addresses.grpc_port}, "
-            f"workers {addresses.worker_port}"
-        )
-        admin = AdminWatcher(dialled(self._settings.host), addresses.grpc_port, self._api_key)
+        plane = _ControlPlane(control_plane, announce_path)
         try:
             async with anyio.create_task_group() as tasks:
                 for chip_index in range(self._settings.chips_count):
-                    tasks.start_soon(self._keep_worker, chip_index, addresses, control_plane, admin)
+                    tasks.start_soon(self._keep_worker, chip_index, plane)
+                addresses = await _announced(announce_path)
+                self._report(
+                    f"control plane listens: http {addresses.http_port}, "
+                    f"grpc {addresses.grpc_port}, workers {addresses.worker_port}"
+                )
+                admin = plane.listens(
+                    dialled(self._settings.host), addresses.grpc_port, self._api_key
+                )
                 await self._start_watching(tasks, admin, addresses)
         finally:
             with anyio.CancelScope(shield=True):
-                await admin.close()
+                await plane.close()
 
     async def _start_watching(
         self, tasks: TaskGroup, admin: AdminWatcher, addresses: Addresses
@@ -161,11 +168,9 @@ class Launcher:
         self._ready = True
         self._on_ready(addresses)
 
-    async def _keep_worker(
-        self, chip_index: int, addresses: Addresses, control_plane: Process, admin: AdminWatcher
-    ) -> None:
+    async def _keep_worker(self, chip_index: int, plane: "_ControlPlane") -> None:
         name = worker_id(chip_index)
-        command = worker_command(self._settings, chip_index, addresses.worker_port)
+        command = worker_command(self._settings, chip_index, str(plane.announce_path))
         pause = self._pauses[name]
         while True:
             started = time.monotonic()
@@ -175,11 +180,11 @@ class Launcher:
             said = f"{name} {described_exit(code)}"
             if code == ExitCode.LEFT or code in HOPELESS:
                 pause.over = True
-            elif pause.count(await _was_usable(admin, name, process.pid)):
+            elif pause.count(await _was_usable(await plane.admin(), name, process.pid)):
                 said += f" and was not usable in {pause.unusable_count} starts"
             if not self._group_may_serve():
                 self._report(said)
-                await self._give_up(control_plane)
+                await self._give_up(plane.process)
                 return
             if pause.over:
                 self._report(f"{said}; it is not started again")
@@ -261,6 +266,33 @@ class Launcher:
         return control_plane_code if control_plane_code >= 0 else 128 - control_plane_code
 
 
+class _ControlPlane:
+    """The child process, and its admin service once it listens."""
+
+    def __init__(self, process: Process, announce_path: Path) -> None:
+        self.process = process
+        self.announce_path = announce_path
+        self._listening = anyio.Event()
+        self._admin: AdminWatcher | None = None
+
+    def listens(self, host: str, grpc_port: int, api_key: str | None) -> AdminWatcher:
+        """It was announced; nothing else may call the admin service before."""
+        self._admin = AdminWatcher(host, grpc_port, api_key)
+        self._listening.set()
+        return self._admin
+
+    async def admin(self) -> AdminWatcher:
+        """Waits until it listens."""
+        await self._listening.wait()
+        assert self._admin is not None
+        return self._admin
+
+    async def close(self) -> None:
+        """Running calls of the admin service end."""
+        if self._admin is not None:
+            await self._admin.close()
+
+
 def progress_lines(status: Mapping[str, object]) -> list[str]:
     """The states of the workers in one line, and a line for each group that serves."""
     workers, groups = status["workers"], status["groups"]
@@ -323,12 +355,8 @@ async def _announced(path: Path) -> Addresses:
 
 async def _healthy(host: str, http_port: int) -> None:
     """Waits until /health says 200."""
-    async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
-        while True:
-            try:
-                response = await client.get(f"http://{host}:{http_port}/health")
-            except httpx.TransportError:
-                response = None
-            if response is not None and response.status_code == httpx.codes.OK:
-                return
-            await anyio.sleep(READY_POLL_S)
+    while True:
+        answer = await anyio.to_thread.run_sync(health, host, http_port)
+        if answer is not None and answer[0] == HTTPStatus.OK:
+            return
+        await anyio.sleep(READY_POLL_S)

@@ -120,12 +120,12 @@ def control_plane_command(settings: ServeSettings, announce_path: str) -> list[s
     return command
 
 
-def worker_command(settings: ServeSettings, chip_index: int, worker_port: int) -> list[str]:
-    """Arguments that start the worker of one chip, given the port the control plane listens on."""
+def worker_command(settings: ServeSettings, chip_index: int, announce_path: str) -> list[str]:
+    """Arguments that start the worker of one chip; its control plane is announced in a file."""
     command = [sys.executable, "-m", "chip_worker"]
     command += ["--worker-id", worker_id(chip_index)]
     control_plane, chip = settings.control_plane, settings.chip_places()[chip_index]
-    command += ["--control-plane", f"{dialled(control_plane.worker_host)}:{worker_port}"]
+    command += ["--control-plane", f"{dialled(control_plane.worker_host)}:@{announce_path}"]
     command += ["--model", control_plane.model_path, "--model-name", control_plane.model_name]
     command += ["--backend", chip.backend, "--dtype", settings.dtype]
     command += ["--weights", settings.weights]

@@ -64,7 +64,7 @@ async def serve(port: int, index: int) -> None:
     )
     inbox = EchoingInbox()
     config = WorkerConfig(identity.worker_id, f"127.0.0.1:{port}", "")
-    stream = inbox.stream = PlaneStream(config, identity, inbox)
+    stream = inbox.stream = PlaneStream(config, config.control_plane, identity, inbox)
     try:
         await stream.attach(term_highest=0)
         inbox.begin_term(stream.term)

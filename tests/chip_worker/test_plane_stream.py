@@ -60,7 +60,7 @@ def leave(call: ScriptedCall, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         config = WorkerConfig(IDENTITY.worker_id, "127.0.0.1:1", "")
-        stream = PlaneStream(config, IDENTITY, Inbox(lambda _ended: None))
+        stream = PlaneStream(config, config.control_plane, IDENTITY, Inbox(lambda _ended: None))
         await stream.attach(term_highest=0)
         stream.outbox.put_goodbye("drained")
         with anyio.fail_after(10.0):

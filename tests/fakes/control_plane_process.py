@@ -6,6 +6,7 @@ Usage: control_plane_process.py FOLDER ANNOUNCE
     FOLDER/verdicts   each line "WORKER PID" is sent as a verdict
     FOLDER/unhealthy  /health says 503 while the file exists
     FOLDER/end        ends with the status in the file
+    FOLDER/late       announces nothing while the file exists
     FOLDER/stubborn   SIGTERM is ignored while the file exists
     FOLDER/key        the admin service asks for the API key in the file
     FOLDER/broken     chip1 is unavailable while the file exists, for the reason in it
@@ -94,6 +95,8 @@ def main() -> None:
         "pid": os.getpid(),
     }
     server.start()
+    while (FOLDER / "late").exists():
+        time.sleep(0.05)
     unfinished = FOLDER / "announce.unfinished"
     unfinished.write_text(json.dumps(ports))
     unfinished.rename(sys.argv[2])

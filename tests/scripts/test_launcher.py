@@ -113,6 +113,32 @@ def test_sigterm_drains_and_stops_all(start: Callable[..., Running]) -> None:
     assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
 
 
+def test_workers_start_before_the_control_plane_listens(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "late").touch()
+    (tmp_path / "chip0.end").write_text(str(int(ExitCode.FAILED)))
+    running = start()
+    running.wait_for(lambda: bool(running.pids("chip0") and running.pids("chip1")))
+    running.wait_for(lambda: gone(running.pids("chip0")[0]))
+    assert "control plane listens" not in running.text()
+    (tmp_path / "chip0.end").unlink()
+    (tmp_path / "late").unlink()
+    running.wait_until_ready()
+    running.wait_for(lambda: len(running.pids("chip0")) == 2)
+
+
+def test_a_signal_before_the_control_plane_listens_stops_all(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "late").touch()
+    running = start()
+    running.wait_for(lambda: bool(running.pids("chip0") and running.pids("chip1")))
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(DEADLINE_S) == 0, running.text()
+    assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
+
+
 def test_a_killed_worker_is_started_again(start: Callable[..., Running]) -> None:
     running = start()
     running.wait_until_ready()
