@@ -110,7 +110,7 @@ class Device(ABC):
 
     @property
     def weight_forms(self) -> frozenset[WeightForm]:
-        """What `allocate_matrix` can make; default: plain ones."""
+        """What `allocate_matrix` can make and `write_blocks` take; default: plain ones."""
         return frozenset({WeightForm.PLAIN})
 
     def allocate_matrix(
@@ -140,12 +140,16 @@ class Device(ABC):
         assert isinstance(matrix, torch.Tensor), "who makes matrices of another kind writes them"
         self.copy(rows, matrix[first : first + len(rows)])
 
-    def write_blocks(self, matrix: Matrix, first: int, blocks: torch.Tensor) -> None:
-        """Puts rows of a file's blocks into a matrix of their form, from row `first` on.
+    def write_blocks(
+        self, matrix: Matrix, first: int, blocks: torch.Tensor, form: WeightForm
+    ) -> None:
+        """Puts rows of a file's blocks into a matrix from row `first` on.
 
-        blocks [n, form.row_bytes(K)] uint8, on the host; K is a multiple of a block's columns.
+        blocks [n, form.row_bytes(K)] uint8, on the host; K is a multiple of a block's columns. The
+        matrix is of their form, one of `weight_forms`, or plain: then it gets the numbers they
+        stand for, rounded to its dtype.
         """
-        raise NotImplementedError("who makes matrices of blocks writes them")
+        raise NotImplementedError("a chip that knows no form of blocks takes none")
 
     def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
         """Some rows of it [n, K] on the host: what it computes with, rounded to its dtype."""

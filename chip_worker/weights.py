@@ -98,22 +98,36 @@ class ShardReader:
         if len(shape) == 1:
             vector = device.allocate(shape, self._dtype)
             self.bytes_read += vector.nbytes
-            for first, numbers in self._rows(pieces):
+            for first, piece, rows in _places(pieces):
+                numbers = self._numbers(piece, rows)
                 device.copy(numbers.to(self._dtype), vector[first : first + len(numbers)])
             return vector
         form = self._form(pieces)
         matrix = device.allocate_matrix(shape, self._dtype, form)
         self.bytes_read += matrix.nbytes
         self.forms[form] += 1
-        if self._weights == "native" and form is not WeightForm.PLAIN:
-            for first, blocks in self._blocks(pieces):
-                device.write_blocks(matrix, first, blocks)
-            return matrix
-        for first, rows in self._rows(pieces):
+        for first, piece, rows in _places(pieces):
+            if self._writes_blocks(piece, form):
+                blocks = self._checkpoint.read_blocks(piece.name, rows, piece.columns)
+                device.write_blocks(matrix, first, blocks, self._checkpoint.form(piece.name))
+                continue
+            numbers = self._numbers(piece, rows)
             # What is to be rounded to 8 bits is not rounded twice.
             plain = form is WeightForm.PLAIN
-            device.write_rows(matrix, first, rows.to(self._dtype) if plain else rows)
+            device.write_rows(matrix, first, numbers.to(self._dtype) if plain else numbers)
         return matrix
+
+    def _writes_blocks(self, piece: Piece, form: WeightForm) -> bool:
+        """Whether the chip takes the file's blocks for a matrix of `form`: the quicker way."""
+        stored = self._checkpoint.form(piece.name)
+        if form is not WeightForm.PLAIN:
+            return self._weights == "native"
+        return (
+            stored is not WeightForm.PLAIN
+            and stored in self._device.weight_forms
+            and not piece.offset
+            and _has_whole_blocks((piece,), stored)
+        )
 
     def _form(self, pieces: Pieces) -> WeightForm:
         """How a matrix is held."""
@@ -129,16 +143,9 @@ class ShardReader:
             return WeightForm.PLAIN
         return first
 
-    def _blocks(self, pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
-        """As `_rows`."""
-        for first, piece, rows in _places(pieces):
-            yield first, self._checkpoint.read_blocks(piece.name, rows, piece.columns)
-
-    def _rows(self, pieces: Pieces) -> Iterator[tuple[int, torch.Tensor]]:
-        """Some after the other, and where they belong: the host needs memory for those only."""
-        for first, piece, rows in _places(pieces):
-            values = self._checkpoint.read(piece.name, rows, piece.columns)
-            yield first, values.float() + piece.offset if piece.offset else values
+    def _numbers(self, piece: Piece, rows: range) -> torch.Tensor:
+        values = self._checkpoint.read(piece.name, rows, piece.columns)
+        return values.float() + piece.offset if piece.offset else values
 
 
 def _has_whole_blocks(pieces: Pieces, form: WeightForm) -> bool:

@@ -100,9 +100,11 @@ class CpuDevice(Device):
             super().write_rows(matrix, first, rows)
 
     @override
-    def write_blocks(self, matrix: Matrix, first: int, blocks: torch.Tensor) -> None:
-        assert isinstance(matrix, PackedMatrix), "only packed matrices are of blocks"
-        matrix.write_blocks(first, blocks)
+    def write_blocks(
+        self, matrix: Matrix, first: int, blocks: torch.Tensor, form: WeightForm
+    ) -> None:
+        assert isinstance(matrix, PackedMatrix), "only packed matrices take blocks"
+        matrix.write_blocks(first, blocks, form)
 
     @override
     def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:

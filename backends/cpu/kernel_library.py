@@ -206,8 +206,12 @@ def load_library() -> ctypes.CDLL:
         ("record", None, (pointer, pointer)),
         ("matrix_make", pointer, (pointer, ctypes.c_int32, ctypes.c_int32, number, number)),
         ("matrix_free", None, (pointer,)),
-        ("matrix_write", None, (pointer, number, number, pointer, number)),
-        ("matrix_write_blocks", None, (pointer, number, number, pointer)),
+        ("matrix_write", None, (pointer, pointer, number, number, pointer)),
+        (
+            "matrix_write_blocks",
+            None,
+            (pointer, pointer, ctypes.c_int32, number, number, pointer),
+        ),
         ("matrix_read", None, (pointer, pointer, number, pointer)),
         ("linear", None, (pointer, ctypes.POINTER(Product))),
         ("lookup", None, (pointer, ctypes.POINTER(Lookup))),
@@ -273,19 +277,25 @@ class PackedMatrix:
         assert columns == self.shape[1], f"rows of {columns} into a matrix of {self.shape}"
         assert 0 <= first <= first + count <= self.shape[0], f"rows {first} + {count}"
         self.engine.library.polychip_matrix_write(
-            self.address, first, count, rows.data_ptr(), columns
+            self.engine.address, self.address, first, count, rows.data_ptr()
         )
 
-    def write_blocks(self, first: int, blocks: torch.Tensor) -> None:
+    def write_blocks(self, first: int, blocks: torch.Tensor, form: WeightForm) -> None:
         """See `Device.write_blocks`."""
         rows, columns = self.shape
+        assert self.form in (form, WeightForm.PLAIN), f"{form} into a matrix of {self.form}"
         assert blocks.dtype == torch.uint8, blocks.dtype
-        expected = self.form.row_bytes(columns)
+        expected = form.row_bytes(columns)
         assert blocks.shape[1:] == (expected,), f"rows of {blocks.shape} into {self.shape}"
         assert 0 <= first <= first + len(blocks) <= rows, f"rows {first} + {len(blocks)}"
         blocks = blocks.contiguous()
         self.engine.library.polychip_matrix_write_blocks(
-            self.address, first, len(blocks), blocks.data_ptr()
+            self.engine.address,
+            self.address,
+            FORMS[form],
+            first,
+            len(blocks),
+            blocks.data_ptr(),
         )
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@
 using namespace polychip;
 
 // Changes with this interface.
-constexpr std::int32_t kVersion = 4;
+constexpr std::int32_t kVersion = 5;
 
 POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersion; }
 
@@ -75,16 +75,35 @@ POLYCHIP_EXPORT PackedMatrix* polychip_matrix_make(Engine* engine, std::int32_t 
 
 POLYCHIP_EXPORT void polychip_matrix_free(PackedMatrix* matrix) noexcept { delete matrix; }
 
-POLYCHIP_EXPORT void polychip_matrix_write(PackedMatrix* matrix, std::int64_t first,
-                                           std::int64_t count, const void* source,
-                                           std::int64_t stride) noexcept {
-  matrix->write(first, count, source, stride);
+// At once, whether or not a program is being recorded; so does whatever writes a matrix.
+template <typename Write>
+static void write_panels(Engine* engine, std::int64_t first, std::int64_t count, Write write) {
+  const PanelByPanel operation(first, count, write);
+  const Operation* list[] = {&operation};
+  engine->pool.run(list, 1);
 }
 
-POLYCHIP_EXPORT void polychip_matrix_write_blocks(PackedMatrix* matrix, std::int64_t first,
+// source: of rows one after the other, of the matrix's kind of number; float32 for one of kQ8_0.
+POLYCHIP_EXPORT void polychip_matrix_write(Engine* engine, PackedMatrix* matrix, std::int64_t first,
+                                           std::int64_t count, const std::byte* source) noexcept {
+  const Number number = matrix->form() == Form::kPlain ? matrix->number() : Number::kFloat32;
+  const auto row_bytes = matrix->columns() * static_cast<std::int64_t>(bytes_of(number));
+  write_panels(engine, first, count, [=](std::int64_t row, std::int64_t end) {
+    matrix->write(row, end - row, source + (row - first) * row_bytes, matrix->columns());
+  });
+}
+
+// type: a Form, whose blocks they are.
+POLYCHIP_EXPORT void polychip_matrix_write_blocks(Engine* engine, PackedMatrix* matrix,
+                                                  std::int32_t type, std::int64_t first,
                                                   std::int64_t count,
                                                   const std::byte* blocks) noexcept {
-  matrix->write_blocks(first, count, blocks);
+  const auto form = static_cast<Form>(type);
+  const std::int64_t row_bytes =
+      matrix->columns() / kGroupColumns * static_cast<std::int64_t>(block_bytes(form));
+  write_panels(engine, first, count, [=](std::int64_t row, std::int64_t end) {
+    matrix->write_blocks(form, row, end - row, blocks + (row - first) * row_bytes);
+  });
 }
 
 // Rows by their numbers, one after the other into `target`.

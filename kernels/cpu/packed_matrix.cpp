@@ -97,6 +97,16 @@ std::uint16_t rounded_to_bfloat16(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + (bits >> 16 & 1U)) >> 16);
 }
 
+// As the kind of number that a panel holds.
+template <typename T>
+T rounded_to(float value) {
+  if constexpr (std::is_same_v<T, float>) {
+    return value;
+  } else {
+    return rounded_to_bfloat16(value);
+  }
+}
+
 // Numbers of one row that lie side by side.
 template <typename T>
 constexpr std::int64_t kTogether = sizeof(T) == 2 ? 2 : 1;
@@ -143,7 +153,45 @@ void PackedMatrix::write(std::int64_t first, std::int64_t count, const void* sou
   }
 }
 
-void PackedMatrix::write_blocks(std::int64_t first, std::int64_t count, const std::byte* blocks) {
+template <typename T>
+void PackedMatrix::write_numbers_of(Form type, std::int64_t first, std::int64_t count,
+                                    const std::byte* blocks) {
+  const std::size_t row_bytes =
+      static_cast<std::size_t>(columns_ / kGroupColumns) * block_bytes(type);
+  for (std::int64_t begin = first, end; begin < first + count; begin = end) {
+    end = std::min(first + count, (begin / kPanelRows + 1) * kPanelRows);
+    auto* panel = reinterpret_cast<T*>(panels_at_[static_cast<std::size_t>(begin / kPanelRows)]);
+    // All rows of a group before the next one: in the panel they lie together.
+    for (std::int64_t column = 0; column < columns_; column += kGroupColumns) {
+      const std::byte* block = blocks;
+      T* group = panel + column * kPanelRows + begin % kPanelRows * kTogether<T>;
+      for (std::int64_t row = begin; row < end; ++row, block += row_bytes) {
+        float numbers[kGroupColumns];
+        read_block(type, block, numbers);
+        T rounded[kGroupColumns];
+        for (std::int64_t i = 0; i < kGroupColumns; ++i) rounded[i] = rounded_to<T>(numbers[i]);
+        for (std::int64_t i = 0; i < kGroupColumns; i += kTogether<T>) {
+          std::memcpy(group + i * kPanelRows, rounded + i, kTogether<T> * sizeof(T));
+        }
+        group += kTogether<T>;
+      }
+      blocks += block_bytes(type);
+    }
+    // One row is behind; the others of the panel follow.
+    blocks += static_cast<std::size_t>(end - begin - 1) * row_bytes;
+  }
+}
+
+void PackedMatrix::write_blocks(Form type, std::int64_t first, std::int64_t count,
+                                const std::byte* blocks) {
+  if (form_ == Form::kPlain) {
+    if (number_ == Number::kFloat32) {
+      write_numbers_of<float>(type, first, count, blocks);
+    } else {
+      write_numbers_of<std::uint16_t>(type, first, count, blocks);
+    }
+    return;
+  }
   for (std::int64_t row = first; row < first + count; ++row) {
     for (std::int64_t place = 0; place < columns_ / kGroupColumns; ++place) {
       write_block(form_, group(row, place), row % kPanelRows, blocks);

@@ -79,14 +79,17 @@ class PackedMatrix {
   // `count` rows from `first` on, each `stride` numbers after the last: of the same kind of number or,
   // if they are not held as they are, float32, for which the form must be kQ8_0.
   void write(std::int64_t first, std::int64_t count, const void* source, std::int64_t stride);
-  // Rows of GGUF's blocks of the form's type, one after the other; columns are whole blocks.
-  void write_blocks(std::int64_t first, std::int64_t count, const std::byte* blocks);
+  // Rows of GGUF's blocks, one after the other; columns are whole blocks. type: the form they are of,
+  // the matrix's unless that is kPlain, which takes the numbers of any.
+  void write_blocks(Form type, std::int64_t first, std::int64_t count, const std::byte* blocks);
   // One row as it was written, or what is left of it in fewer bits.
   void read(std::int64_t row, void* target) const;
 
  private:
   PackedMatrix() = default;
   int threads() const { return static_cast<int>(keepers_.size()); }
+  template <typename T>
+  void write_numbers_of(Form type, std::int64_t first, std::int64_t count, const std::byte* blocks);
   // Where a group of 32 columns of a row's panel is.
   std::byte* group(std::int64_t row, std::int64_t place) const;
 
@@ -99,6 +102,27 @@ class PackedMatrix {
   std::size_t panel_bytes_ = 0;
   std::vector<std::byte*> panels_at_;
   std::vector<std::shared_ptr<Slab>> keepers_;
+};
+
+// Rows from `first` on, for `write(first row, its end)`, which is called for those of one panel at a time.
+template <typename Write>
+class PanelByPanel final : public Operation {
+ public:
+  PanelByPanel(std::int64_t first, std::int64_t count, Write write)
+      : first_(first), stop_(first + count), write_(write) {}
+  std::int32_t items() const override {
+    return static_cast<std::int32_t>((stop_ + kPanelRows - 1) / kPanelRows - first_ / kPanelRows);
+  }
+  void compute(std::int32_t item) const override {
+    const std::int64_t panel = first_ / kPanelRows + item;
+    const std::int64_t start = panel * kPanelRows, end = start + kPanelRows;
+    write_(start < first_ ? first_ : start, end < stop_ ? end : stop_);
+  }
+
+ private:
+  std::int64_t first_;
+  std::int64_t stop_;
+  Write write_;
 };
 
 }  // namespace polychip

@@ -9,15 +9,16 @@ namespace {
 
 constexpr float kHalfMax = 65504.0f;
 
-float from_half(std::uint16_t half) {
-  const int exponent = half >> 10 & 31, fraction = half & 1023;
+float from_bits(std::uint32_t bits) {
   float value;
-  if (exponent == 31) {
-    value = fraction == 0 ? INFINITY : NAN;
-  } else {
-    value = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                          : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
-  }
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+float from_half(std::uint16_t half) {
+  // Exponents of float32 are 112 larger; the product also makes those normal that are not in float16.
+  const std::uint32_t bits = (half & 0x7fffU) << 13;
+  const float value = bits < 0x0f800000U ? from_bits(bits) * 0x1p112f : from_bits(bits | 0x7f800000U);
   return (half & 0x8000) != 0 ? -value : value;
 }
 
@@ -105,6 +106,31 @@ void write_block(Form form, std::byte* group, std::int64_t row, const std::byte*
       std::memcpy(place, numbers, kStepColumns);
       if constexpr (Kind::kBits == 8) {
         for (std::int64_t i = 0; i < kStepColumns; ++i) place[i] ^= std::byte{Kind::kOffset};
+      }
+    }
+  });
+}
+
+void read_block(Form form, const std::byte* block, float* numbers) {
+  with_quantized(form, [&](auto kind) {
+    using Kind = decltype(kind);
+    const float scale = from_half(load<std::uint16_t>(block));
+    block += sizeof(std::uint16_t);
+    float minimum = 0.0f;
+    if constexpr (Kind::kMinima) {
+      minimum = from_half(load<std::uint16_t>(block));
+      block += sizeof(std::uint16_t);
+    }
+    if constexpr (Kind::kBits == 8) {
+      for (std::int64_t i = 0; i < kGroupColumns; ++i) {
+        numbers[i] = static_cast<float>(static_cast<std::int8_t>(block[i])) * scale;
+      }
+    } else {
+      constexpr std::int64_t kHalf = kGroupColumns / 2;
+      for (std::int64_t i = 0; i < kHalf; ++i) {
+        const int both = static_cast<int>(block[i]);
+        numbers[i] = static_cast<float>((both & 15) - Kind::kOffset) * scale + minimum;
+        numbers[i + kHalf] = static_cast<float>((both >> 4) - Kind::kOffset) * scale + minimum;
       }
     }
   });

@@ -66,6 +66,8 @@ void write_group(std::byte* group, std::int64_t row_in_panel, const float* numbe
 void write_block(Form form, std::byte* group, std::int64_t row_in_panel, const std::byte* block);
 // What GGUF's block of the form takes.
 std::size_t block_bytes(Form form);
+// What GGUF's block of a form stands for.
+void read_block(Form form, const std::byte* block, float* numbers);
 // What the numbers of a row stand for.
 void read_group(Form form, const std::byte* group, std::int64_t row_in_panel, float* numbers);
 

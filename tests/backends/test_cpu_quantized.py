@@ -61,7 +61,7 @@ def packed(engine, form, dtype, *shape):
     """A matrix of random blocks and the numbers it stands for."""
     blocks, numbers = blocks_of(form, *shape)
     matrix = PackedMatrix(engine, shape, dtype, form)
-    matrix.write_blocks(0, blocks)
+    matrix.write_blocks(0, blocks, form)
     return matrix, numbers
 
 
@@ -152,7 +152,7 @@ def test_the_largest_numbers_do_not_overflow(engine, form, sign):
         0x80 if form is WeightForm.Q8_0 else 0xFF
     )
     matrix = PackedMatrix(engine, (32, 512), torch.float32, form)
-    matrix.write_blocks(0, blocks.view(32, -1))
+    matrix.write_blocks(0, blocks.view(32, -1), form)
     largest = -128 if form is WeightForm.Q8_0 else 15
     found = logits(engine, torch.full((5, 512), sign * 127.0), matrix)
     assert torch.equal(found, torch.full((5, 32), sign * 127.0 * largest * 512))
@@ -242,7 +242,37 @@ def test_a_device_counts_what_blocks_take(form):
     assert device.memory_info().free_bytes == (64 << 20) - matrix.nbytes
     assert device.matrix_bytes((64, 96), torch.bfloat16, form) == matrix.nbytes
     blocks, weight = blocks_of(form, 64, 96)
-    device.write_blocks(matrix, 0, blocks[:40])
-    device.write_blocks(matrix, 40, blocks[40:])
+    device.write_blocks(matrix, 0, blocks[:40], form)
+    device.write_blocks(matrix, 40, blocks[40:], form)
     assert torch.equal(device.read_rows(matrix, range(64)), weight.bfloat16())
     assert CpuDevice(chip, None).weight_forms == {WeightForm.PLAIN}
+
+
+@every_dtype
+@every_form
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_plain_matrix_takes_the_numbers_that_blocks_stand_for(engine, form, dtype, shape):
+    blocks, numbers = blocks_of(form, *shape)
+    matrix = PackedMatrix(engine, shape, dtype)
+    matrix.write(0, torch.full(shape, -1, dtype=dtype))
+    # Parts that begin and end within a panel, the last one first.
+    cut = shape[0] // 3
+    matrix.write_blocks(cut, blocks[cut:], form)
+    matrix.write_blocks(0, blocks[:cut], form)
+    found = matrix.read(torch.arange(shape[0]))
+    assert torch.equal(found, numbers.to(dtype))
+
+
+@every_form
+def test_scales_that_are_no_numbers_stay_what_they_are(engine, form):
+    blocks, _ = blocks_of(form, 2, 32)
+    scales = torch.tensor([torch.inf, torch.nan], dtype=torch.float16)
+    blocks[:, :2] = scales[:, None].view(torch.uint8)
+    matrix = PackedMatrix(engine, (2, 32), torch.bfloat16)
+    matrix.write_blocks(0, blocks, form)
+    kind = gguf.GGMLQuantizationType[form.value]
+    with np.errstate(invalid="ignore"):
+        expected = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind)).bfloat16()
+    found = matrix.read(torch.arange(2))
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())

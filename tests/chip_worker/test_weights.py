@@ -107,11 +107,18 @@ def test_a_matrix_made_of_several_types_is_expanded(gguf_path, device):
     name = "model.layers.0.mlp.gate_proj.weight"
     other = name.replace("gate", "up")
     stored = checkpoint.stored_name(other)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    blocks = gguf.quants.quantize(checkpoint.read(other).numpy(), kind)
+    tensor = checkpoint._tensors[stored]._replace(data=blocks, tensor_type=kind)
+    checkpoint._tensors[stored] = tensor
     checkpoint.entries[stored] = replace(checkpoint.entries[stored], type_name="Q8_0")
     reader = ShardReader(checkpoint, device, torch.float32, "native")
     pieces = tuple(Piece(each, (MODEL.intermediate, MODEL.hidden)) for each in (name, other))
     assert reader.read(pieces[:1]).form is WeightForm.Q4_1
-    assert reader.read(pieces).form is WeightForm.PLAIN
+    both = reader.read(pieces)
+    assert both.form is WeightForm.PLAIN
+    expected = torch.cat([checkpoint.read(each) for each in (name, other)])
+    assert torch.equal(device.read_rows(both, range(2 * MODEL.intermediate)), expected)
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q5_0"])

@@ -61,9 +61,11 @@ class LateDevice(Device):
         else:
             super().write_rows(matrix, first, rows)
 
-    def write_blocks(self, matrix: Matrix, first: int, blocks: torch.Tensor) -> None:
-        assert isinstance(matrix, PackedMatrix), "only packed matrices are of blocks"
-        matrix.write_blocks(first, self.truth(blocks))
+    def write_blocks(
+        self, matrix: Matrix, first: int, blocks: torch.Tensor, form: WeightForm
+    ) -> None:
+        assert isinstance(matrix, PackedMatrix), "only packed matrices take blocks"
+        matrix.write_blocks(first, self.truth(blocks), form)
 
     def read_rows(self, matrix: Matrix, rows: Sequence[int]) -> torch.Tensor:
         if isinstance(matrix, PackedMatrix):
