@@ -14,6 +14,7 @@ from rich.table import Table
 
 from scripts.cli.bench_compare import compare
 from scripts.cli.bench_control import control
+from scripts.cli.bench_startup import startup
 from scripts.cli.bench_step import step
 
 PROGRAM = [sys.executable, "-m", "scripts.collective_bench"]
@@ -31,6 +32,7 @@ def bench() -> None:
 
 bench.add_command(compare)
 bench.add_command(control)
+bench.add_command(startup)
 bench.add_command(step)
 
 
