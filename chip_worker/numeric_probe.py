@@ -62,11 +62,16 @@ def probe_numerics(
             probe.soft_cap(rows, loaded.config.logit_soft_cap)
         memory.end()
     vocabulary = form.vocabulary_tokens or loaded.config.vocabulary_size
-    for rows in _batch_sizes(form.slots):
-        probe_attention(check, pool, loaded, rows, form.context_tokens)
-        memory.end()
-        probe_sampling(check, rows, vocabulary)
-        memory.end()
+    # All there are: only so the last one is among them.
+    blocks = pool.allocate(pool.capacity)
+    try:
+        for rows in _batch_sizes(form.slots):
+            probe_attention(check, pool, loaded, blocks, rows, form.context_tokens)
+            memory.end()
+            probe_sampling(check, rows, vocabulary)
+            memory.end()
+    finally:
+        pool.release(blocks)
 
 
 def _batch_sizes(rows_max: int) -> list[int]:

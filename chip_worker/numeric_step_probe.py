@@ -19,16 +19,19 @@ TOPS_COUNT = 5
 
 
 def probe_attention(
-    check: NumericCheck, pool: MemoryPool, loaded: LoadedShard, rows: int, context_tokens: int
+    check: NumericCheck,
+    pool: MemoryPool,
+    loaded: LoadedShard,
+    blocks: list[int],
+    rows: int,
+    context_tokens: int,
 ) -> None:
     """A prefill of rows of uneven length, then a decode step, in the first and the last layer.
 
-    For every window that layers have: the first row then begins with more tokens held than it
-    sees, unless pool or context end before. Nothing is done where the pool has fewer blocks than
-    there are rows. Raises ProbeFailed.
+    blocks: all of the pool. For every window that layers have: the first row then begins with more
+    tokens held than it sees, unless pool or context end before. Nothing is done where the pool has
+    fewer blocks than there are rows. Raises ProbeFailed.
     """
-    # All there are: only so the last one is among them.
-    blocks = pool.allocate(pool.capacity)
     try:
         for window in sorted(set(loaded.kv_groups.windows)):
             _probe_window(check, pool, loaded, blocks, rows, context_tokens, window)
@@ -37,8 +40,6 @@ def probe_attention(
         raise ProbeFailed(
             f"{error}; or 'write_kv' (implementation {writing!r}) did not write what it read"
         ) from error
-    finally:
-        pool.release(blocks)
 
 
 def _probe_window(

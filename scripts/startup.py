@@ -33,7 +33,7 @@ STAGES = {
 """What an event of the log means, in their order; of several workers the last one counts."""
 HOST = "127.0.0.1"
 PROMPT = Prompt("The capital of France is", 5)
-POLL_S = 0.02
+POLL_S = 0.05
 DEADLINE_S = 300.0
 END_GRACE_S = 30.0
 LOG_CHARACTERS = 2000
