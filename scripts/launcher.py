@@ -170,7 +170,7 @@ class Launcher:
 
     async def _keep_worker(self, chip_index: int, plane: "_ControlPlane") -> None:
         name = worker_id(chip_index)
-        command = worker_command(self._settings, chip_index, str(plane.announce_path))
+        command = worker_command(self._settings, chip_index, f"@{plane.announce_path}")
         pause = self._pauses[name]
         while True:
             started = time.monotonic()

@@ -120,12 +120,16 @@ def control_plane_command(settings: ServeSettings, announce_path: str) -> list[s
     return command
 
 
-def worker_command(settings: ServeSettings, chip_index: int, announce_path: str) -> list[str]:
-    """Arguments that start the worker of one chip; its control plane is announced in a file."""
+def worker_command(settings: ServeSettings, chip_index: int, worker_port: str) -> list[str]:
+    """Arguments that start the worker of one chip.
+
+    worker_port: where its control plane listens, as `--control-plane` takes it behind the colon: a
+    number, or @FILE.
+    """
     command = [sys.executable, "-m", "chip_worker"]
     command += ["--worker-id", worker_id(chip_index)]
     control_plane, chip = settings.control_plane, settings.chip_places()[chip_index]
-    command += ["--control-plane", f"{dialled(control_plane.worker_host)}:@{announce_path}"]
+    command += ["--control-plane", f"{dialled(control_plane.worker_host)}:{worker_port}"]
     command += ["--model", control_plane.model_path, "--model-name", control_plane.model_name]
     command += ["--backend", chip.backend, "--dtype", settings.dtype]
     command += ["--weights", settings.weights]

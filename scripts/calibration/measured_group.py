@@ -105,7 +105,7 @@ class MeasuredGroup:
     async def start(self, worker_port: int) -> None:
         """Starts the workers and forms the group. Raises CalibrationFailed."""
         for index in range(self._settings.group_sizes[0]):
-            command = worker_command(self._settings, index, worker_port)
+            command = worker_command(self._settings, index, str(worker_port))
             self._processes[worker_id(index)] = await start_child(command)
         deadline_s = self._config.start_deadline_s
         with self._within(deadline_s, "the workers' start", "--start-deadline"):

@@ -51,26 +51,22 @@ def test_groups_and_blocks_reach_the_processes() -> None:
     control_plane = control_plane_command(chosen, "/announce")
     assert option_of(control_plane, "--groups") == "2,1"
     assert option_of(control_plane, "--prefix-cache") == "off"
-    blocks = [
-        option_of(worker_command(chosen, chip, "announce"), "--kv-blocks") for chip in range(3)
-    ]
+    blocks = [option_of(worker_command(chosen, chip, "0"), "--kv-blocks") for chip in range(3)]
     assert blocks == ["64", "48", "32"]
     same = settings("--chips", "2", "--kv-blocks", "64")
-    assert [
-        option_of(worker_command(same, chip, "announce"), "--kv-blocks") for chip in (0, 1)
-    ] == [
+    assert [option_of(worker_command(same, chip, "0"), "--kv-blocks") for chip in (0, 1)] == [
         "64",
         "64",
     ]
-    assert "--kv-blocks" not in worker_command(settings(), 0, "announce")
+    assert "--kv-blocks" not in worker_command(settings(), 0, "0")
 
 
 def test_how_weights_are_held_reaches_every_worker() -> None:
-    assert option_of(worker_command(settings(), 0, "announce"), "--weights") == "auto"
+    assert option_of(worker_command(settings(), 0, "0"), "--weights") == "auto"
     chosen = settings("--weights", "native", "--groups", "2,1")
-    assert {
-        option_of(worker_command(chosen, chip, "announce"), "--weights") for chip in range(3)
-    } == {"native"}
+    assert {option_of(worker_command(chosen, chip, "0"), "--weights") for chip in range(3)} == {
+        "native"
+    }
 
 
 @pytest.mark.parametrize(

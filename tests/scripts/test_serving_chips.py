@@ -33,7 +33,7 @@ def places(chosen: ServeSettings) -> list[tuple[int, int, str, int]]:
 
 def given(chosen: ServeSettings, chip: int, *options: str) -> list[str | None]:
     """What the worker of a chip is told by each of the options; None where it is not."""
-    command = worker_command(chosen, chip, "announce")
+    command = worker_command(chosen, chip, "0")
     return [command[command.index(each) + 1] if each in command else None for each in options]
 
 
@@ -108,7 +108,7 @@ def test_each_make_has_its_own_list_and_options() -> None:
         *("--backend-option", "cpu.device-ids=left", "--backend-option", "sim.seed=3"),
         *("--backend-option", "communicator-host=::1"),
     )
-    cpu, sim = worker_command(chosen, 0, "announce"), worker_command(chosen, 2, "announce")
+    cpu, sim = worker_command(chosen, 0, "0"), worker_command(chosen, 2, "0")
     assert given(chosen, 0, "--devices", "--chip") == ["left", "0"]
     assert given(chosen, 2, "--devices", "--chip") == ["3,5", "1"]
     assert "device-ids=left" in cpu
@@ -204,7 +204,7 @@ def test_auto_is_chosen_once_and_says_what_was_tried() -> None:
         "backend abacus was taken",
     ]
     assert given(chosen, 0, "--backend", "--devices") == ["abacus", "bead-1,bead-0"]
-    assert "a=b" in worker_command(chosen, 1, "announce")
+    assert "a=b" in worker_command(chosen, 1, "0")
     assert [chip.device_id for chip in look_at_chips(chosen)["abacus"]] == ["bead-1", "bead-0"]
 
 

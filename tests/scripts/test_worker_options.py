@@ -28,7 +28,7 @@ def test_workers_receive_what_serve_was_told(
 ) -> None:
     chosen = settings(*options)
     for chip_index in range(chosen.chips_count):
-        arguments = worker_command(chosen, chip_index, "announce")[3:]
+        arguments = worker_command(chosen, chip_index, "0")[3:]
         received = worker.make_context("worker", arguments).params
         assert (received["debug_backend"], received["debug_backend_calls"]) == (pattern, calls)
     (line,) = (each for each in settings_lines(chosen) if each.split()[0] == "debug-backend")
@@ -38,5 +38,5 @@ def test_workers_receive_what_serve_was_told(
 @pytest.mark.parametrize(("options", "tokens"), [((), 64), (("--captured-tokens", "0"), 0)])
 def test_workers_are_told_what_to_capture(options: tuple[str, ...], tokens: int) -> None:
     chosen = settings(*options)
-    received = worker.make_context("worker", worker_command(chosen, 0, "announce")[3:]).params
+    received = worker.make_context("worker", worker_command(chosen, 0, "0")[3:]).params
     assert received["captured_tokens"] == tokens
