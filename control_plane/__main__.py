@@ -18,7 +18,7 @@ from control_plane.errors import ConfigurationError
 from control_plane.full_collections import rare_full_collections
 from control_plane.intake.front import load_intake_model
 from control_plane.logs import configure_logging
-from control_plane.processors import tokenizer_threads_default
+from control_plane.processors import THREAD_SWITCH_S, tokenizer_threads_default
 from control_plane.scheduling.core import SchedulingCore
 from control_plane.service import Service
 from control_plane.settings import (
@@ -30,9 +30,6 @@ from control_plane.settings import (
 )
 
 SERVICE_SETTINGS = "service.settings"
-
-THREAD_SWITCH_S = 0.0005
-"""A tokenizer thread that computes gives the event loop its turn after this long."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -97,7 +94,9 @@ def command(
             values["join_token"] = read_join_token(join_token_file)
         if api_key_file is not None:
             values["api_keys"] = read_api_keys(api_key_file)
-        values["tokenizer_threads"] = values["tokenizer_threads"] or tokenizer_threads_default()
+        if not values["tokenizer_threads"]:
+            processes = max(1, int(str(values["frontends"])))
+            values["tokenizer_threads"] = tokenizer_threads_default(processes)
         config = config_of(values)
         ended_as_asked = run(config)
     except ConfigurationError as error:

@@ -9,6 +9,7 @@ from control_plane.errors import ConfigurationError
 
 MIB = 1 << 20
 PORT_MAX = 65535
+FRONTENDS_MAX = 16
 KV_POLICIES = ("cover", "replicate", "shard")
 POLICIES = ("lpm", "fcfs", "shortest-prefill-first", "priority")
 
@@ -61,6 +62,7 @@ SCHEDULING_RANGES = {
 SERVICE_RANGES = {
     "http_port": PORT,
     "grpc_port": PORT,
+    "frontends": Range(0, FRONTENDS_MAX),
     "worker_port": PORT,
     "tokenizer_threads": COUNT,
     "client_message_bytes_max": MESSAGE_BYTES,
@@ -168,6 +170,8 @@ class ControlPlaneConfig:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 50051
+    frontends: int = 0
+    """Processes that take requests; 0: the control plane's own does it."""
     worker_host: str = "127.0.0.1"
     worker_port: int = 50052
     kv_policy: str = "cover"

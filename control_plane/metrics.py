@@ -13,6 +13,7 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     Info,
     ProcessCollector,
@@ -80,10 +81,11 @@ class Metrics:
     """Everything measured in one control plane, in a registry of its own.
 
     For the event loop's thread. A request here is one call of a client, whatever choices it has.
-    dispatch: counted up by the dispatcher itself.
+    dispatch: counted up by the dispatcher itself. requests: what is told of requests, if they are
+    counted by other processes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Collector | None = None) -> None:
         self.dispatch = DispatchCounters()
         self._registry = registry = _Registry()
         registry.register(_DispatchCollector(self.dispatch))
@@ -91,6 +93,18 @@ class Metrics:
         self._build = Info(
             "polychip_build", "The program and the model it serves.", registry=registry
         )
+        self._frontends = Gauge(
+            "polychip_frontends", "Frontend processes that take requests.", registry=registry
+        )
+        self._frontends_lost = Counter(
+            "polychip_frontends_lost", "Frontend processes that ended unasked.", registry=registry
+        )
+        self._step_times(registry)
+        self._requests = _Registry()
+        self._count_requests(self._requests)
+        registry.register(requests or _Families(self._requests))
+
+    def _count_requests(self, registry: CollectorRegistry) -> None:
         self._received = Counter(
             "polychip_requests_received", "Requests that came.", ["protocol"], registry=registry
         )
@@ -121,7 +135,6 @@ class Metrics:
             "polychip_generation_tokens", "Tokens of answers.", registry=registry
         )
         self._request_times(registry)
-        self._step_times(registry)
 
     def _request_times(self, registry: CollectorRegistry) -> None:
         self._queue_time = Histogram(
@@ -221,6 +234,14 @@ class Metrics:
 
     # ------------------------------------------------------------ service
 
+    def frontends_listening(self, count: int) -> None:
+        """So many frontend processes take requests."""
+        self._frontends.set(count)
+
+    def frontend_lost(self) -> None:
+        """A frontend process ended unasked."""
+        self._frontends_lost.inc()
+
     def describe(self, **facts: str) -> None:
         """Sets the labels of polychip_build_info."""
         self._build.info(facts)
@@ -233,6 +254,10 @@ class Metrics:
         """The answer to a scrape and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
+    def requests_text(self) -> bytes:
+        """What was counted here of requests, in Prometheus' text format."""
+        return generate_latest(self._requests)
+
 
 class _Registry(CollectorRegistry):
     """Without the time each series began, which would double the answer and tells nothing new."""
@@ -242,6 +267,17 @@ class _Registry(CollectorRegistry):
         for family in super().collect():
             family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
+
+
+class _Families(Collector):
+    """A registry as a part of another."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        return self._registry.collect()
 
 
 class _DispatchCollector(Collector):

@@ -5,6 +5,9 @@ from pathlib import Path
 
 PROCESSORS = Path("/sys/devices/system/cpu")
 
+THREAD_SWITCH_S = 0.0005
+"""A tokenizer thread that computes gives the event loop its turn after this long."""
+
 
 def physical_cores_count(processors: Path = PROCESSORS) -> int:
     """Cores of this machine, two threads of one core counted once."""
@@ -15,6 +18,6 @@ def physical_cores_count(processors: Path = PROCESSORS) -> int:
     return len(siblings) or os.cpu_count() or 1
 
 
-def tokenizer_threads_default() -> int:
-    """Half the cores: the other half computes."""
-    return max(1, physical_cores_count() // 2)
+def tokenizer_threads_default(processes: int = 1) -> int:
+    """Half the cores, shared by so many processes that tokenize: the other half computes."""
+    return max(1, physical_cores_count() // 2 // processes)

@@ -21,9 +21,13 @@ from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.wire import GroupSettings
 from control_plane.dispatch.worker_server import WorkerServer
 from control_plane.errors import ConfigurationError
+from control_plane.frontends.front_processes import FrontProcesses
+from control_plane.frontends.request_sums import RequestSums
 from control_plane.intake.front import Intake, IntakePorts
 from control_plane.intake.model_files import ModelFiles
+from control_plane.intake.whole_service import LocalService
 from control_plane.metrics import Metrics
+from control_plane.scheduling.messages import Event, Snapshot
 from control_plane.snapshot_metrics import SnapshotCollector
 
 WORKERS_GRACE_S = 5.0
@@ -60,7 +64,8 @@ class Service:
         self._failed = False
         self._hurried = False
         self._serving = anyio.CancelScope()
-        self._metrics = Metrics()
+        sums = RequestSums() if config.frontends else None
+        self._metrics = Metrics(sums)
         self._core_loop = CoreLoop(
             core,
             clock,
@@ -71,14 +76,8 @@ class Service:
             metrics=self._metrics,
         )
         post, snapshot = self._core_loop.post, self._core_loop.snapshot
-        self._intake = Intake(
-            config,
-            model,
-            post,
-            snapshot,
-            clock,
-            lambda: self._dispatcher.term,
-            metrics=self._metrics,
+        self._intake = _intake(
+            config, model, post, snapshot, clock, lambda: self._dispatcher.term, self._metrics, sums
         )
         settings = group_settings(config, self._intake.vocabulary_tokens)
         self._dispatcher = Dispatcher(settings, term, post, self._metrics.dispatch)
@@ -160,7 +159,7 @@ class Service:
         """Waits for running requests; cancels `scope` when there is nothing left to wait for."""
         self._intake.refuse_new("the service is draining; ask another one or come back later")
         with anyio.move_on_after(self._config.drain_deadline_s):
-            await _wait_for(lambda: self._intake.running_count == 0)
+            await _wait_for(lambda: self._intake.drained)
         self._hurried = False
         scope.cancel()
 
@@ -178,6 +177,23 @@ class Service:
         self._core_loop.close()
         with anyio.move_on_after(STOP_HURRIED_S, shield=True):
             await workers.stop(0)
+
+
+def _intake(
+    config: ControlPlaneConfig,
+    model: ModelFiles,
+    post: Callable[[Event], None],
+    snapshot: Callable[[], Snapshot],
+    clock: Callable[[], float],
+    term: Callable[[], int],
+    metrics: Metrics,
+    sums: RequestSums | None,
+) -> Intake | FrontProcesses:
+    """In this process, or in processes of its own whose counts `sums` holds."""
+    if sums is None:
+        service = LocalService(snapshot, term, metrics.expose)
+        return Intake(config, model, post, service, clock, metrics=metrics)
+    return FrontProcesses(config, model, post, snapshot, term, metrics=metrics, sums=sums)
 
 
 async def _hurry_at_signal(

@@ -172,6 +172,11 @@ NETWORK = (
     Setting("--host", "host", "Address clients reach it at."),
     Setting("--http-port", "http_port", "HTTP port; 0 picks a free one."),
     Setting("--grpc-port", "grpc_port", "gRPC port; 0 picks a free one."),
+    Setting(
+        "--frontends",
+        "frontends",
+        "Processes that take requests, on the same ports; 0: the control plane does it itself.",
+    ),
     Setting("--worker-host", "worker_host", "Address workers reach it at."),
     Setting("--worker-port", "worker_port", "Port workers dial; 0 picks a free one."),
     Setting("--debug-api", "debug_api", "Serve AdminService.DebugLogits."),

@@ -1,6 +1,5 @@
 """AdminService: what operators, the launcher and tests ask of a running service."""
 
-from collections.abc import Callable
 from struct import iter_unpack
 
 import grpc
@@ -14,10 +13,9 @@ from control_plane.intake.answer_piece import Usage
 from control_plane.intake.generation_input import GenerationInput, TokenPrompt
 from control_plane.intake.grpc_errors import abort
 from control_plane.intake.model_card import ModelCard
-from control_plane.intake.release import VERSION
 from control_plane.intake.shown import shown
 from control_plane.intake.verdict_hub import VerdictHub
-from control_plane.scheduling.messages import Snapshot
+from control_plane.intake.whole_service import WholeService
 from protos import admin_pb2, admin_pb2_grpc
 
 StatusContext = grpc.aio.ServicerContext[admin_pb2.GetStatusRequest, admin_pb2.GetStatusResponse]
@@ -29,7 +27,7 @@ VerdictsContext = grpc.aio.ServicerContext[admin_pb2.WatchVerdictsRequest, admin
 
 
 class AdminServer(admin_pb2_grpc.AdminServiceServicer):
-    """snapshot: the core's present state. term: the control plane's term."""
+    """service: what this intake is part of."""
 
     def __init__(
         self,
@@ -37,26 +35,22 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
         card: ModelCard,
         book: AnswerBook,
         verdicts: VerdictHub,
-        snapshot: Callable[[], Snapshot],
-        term: Callable[[], int],
+        service: WholeService,
     ) -> None:
         self._debug_api = config.debug_api
         self._card = card
         self._book = book
         self._verdicts = verdicts
-        self._snapshot = snapshot
-        self._term = term
+        self._service = service
 
     @override
     async def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: StatusContext
     ) -> admin_pb2.GetStatusResponse:
-        return admin_wire.status_response(
-            self._snapshot(),
-            intake_count=self._book.running_count,
-            term=self._term(),
-            version=VERSION,
-        )
+        try:
+            return await self._service.status(self._book.running_count)
+        except RequestError as error:
+            await abort(context, error)
 
     @override
     async def FlushCache(
@@ -82,7 +76,8 @@ class AdminServer(admin_pb2_grpc.AdminServiceServicer):
             await abort(context, error)
 
     async def _logits(self, request: admin_pb2.DebugLogitsRequest) -> admin_pb2.DebugLogitsResponse:
-        group_ids = [group.group_id for group in self._snapshot().groups]
+        status = await self._service.status(self._book.running_count)
+        group_ids = [group.id for group in status.groups]
         if request.group and request.group not in group_ids:
             raise InvalidRequest(
                 f"group: {shown(request.group)} does not exist; send one of "

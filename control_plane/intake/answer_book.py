@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
@@ -23,10 +23,17 @@ REQUEST_ID_CHARACTERS_MAX = 128
 
 
 class AnswerBook:
-    """For the event loop's thread only."""
+    """For the event loop's thread only. opened, closed: told the id of each call that gets in."""
 
-    def __init__(self, parts: IntakeParts) -> None:
+    def __init__(
+        self,
+        parts: IntakeParts,
+        opened: Callable[[str], None] = lambda _: None,
+        closed: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._parts = parts
+        self._opened = opened
+        self._closed = closed
         self._calls: dict[str, Generation] = {}
         """By the client's id."""
         self._choices: dict[str, Generation] = {}
@@ -75,12 +82,18 @@ class AnswerBook:
             generation.client_left()
             for core_id in generation.core_ids:
                 del self._choices[core_id]
+            self._closed(generation.request_id)
 
     def cancel(self, request_id: str, reason: str) -> bool:
         """Ends a call with RequestCancelled, from its arrival on; False if none of this id is in
         progress."""
         generation = self._calls.get(request_id)
         return generation is not None and generation.cancel(reason)
+
+    def refuse(self, request_id: str, error: RequestError) -> None:
+        """Ends a call with an error, if it is still in progress."""
+        if (generation := self._calls.get(request_id)) is not None:
+            generation.fail(error)
 
     async def flush_cache(self) -> int:
         """Forgets every cached block nobody uses; returns how many became free."""
@@ -130,15 +143,16 @@ class AnswerBook:
         request_id = generation.request_id
         _check_request_id(request_id)
         if request_id in self._calls or request_id in self._choices:
-            raise _taken(request_id)
+            raise taken(request_id)
         self._calls[request_id] = generation
+        self._opened(request_id)
 
     def _register(self, generation: Generation, core_ids: Iterable[str]) -> None:
         """Choices of a call have ids of their own, which nobody else may use."""
         core_ids = tuple(core_ids)
         for core_id in core_ids:
             if core_id in self._choices or self._calls.get(core_id, generation) is not generation:
-                raise _taken(core_id)
+                raise taken(core_id)
         self._choices.update(dict.fromkeys(core_ids, generation))
 
     def _deliver_tokens(self, tokens: Tokens) -> None:
@@ -157,7 +171,8 @@ class AnswerBook:
                 flushed.set_result(blocks_freed)
 
 
-def _taken(request_id: str) -> InvalidRequest:
+def taken(request_id: str) -> InvalidRequest:
+    """What a second call of an id is told while the first is in progress."""
     return InvalidRequest(
         f"request_id: {request_id!r} is running already; send another or cancel it",
         field="request_id",

@@ -13,6 +13,7 @@ from pathlib import Path
 from anyio.abc import TaskGroup
 
 from control_plane.config import ControlPlaneConfig
+from control_plane.errors import RequestError
 from control_plane.intake.admin_server import AdminServer
 from control_plane.intake.admission import Admission
 from control_plane.intake.answer_book import AnswerBook
@@ -28,8 +29,9 @@ from control_plane.intake.model_files import ModelFiles
 from control_plane.intake.tokenizer import Tokenizer
 from control_plane.intake.tokenizer_pool import TokenizerPool
 from control_plane.intake.verdict_hub import VerdictHub
+from control_plane.intake.whole_service import WholeService
 from control_plane.metrics import Metrics
-from control_plane.scheduling.messages import Condemn, Effect, Event, ServingChanged, Snapshot
+from control_plane.scheduling.messages import Condemn, Effect, Event, ServingChanged
 
 RESPONSES_GRACE_S = 2.0
 """How long `stop` lets responses that are already complete leave the process."""
@@ -46,10 +48,10 @@ class IntakePorts:
 class Intake:
     """Client-facing half of the control plane. All methods are for the event loop's thread.
 
-    post: takes an event to the core; it may call `deliver` before it returns. snapshot: the core's
-    present state. clock: the monotonic clock of the core, for deadlines. term: the control plane's
-    term, for status. metrics: counts every call. Construction builds the tokenizer (0.3 s for 50 k
-    tokens) and raises ConfigurationError if the model's files do not allow it.
+    post: takes an event to the core; it may call `deliver` before it returns. service: what it is
+    part of. clock: the monotonic clock of the core, for deadlines. metrics: counts every call.
+    Construction builds the tokenizer (0.3 s for 50 k tokens) and raises ConfigurationError if the
+    model's files do not allow it.
     """
 
     def __init__(
@@ -57,9 +59,8 @@ class Intake:
         config: ControlPlaneConfig,
         model: ModelFiles,
         post: Callable[[Event], None],
-        snapshot: Callable[[], Snapshot],
+        service: WholeService,
         clock: Callable[[], float],
-        term: Callable[[], int] = lambda: 0,
         *,
         metrics: Metrics,
     ) -> None:
@@ -76,13 +77,14 @@ class Intake:
             context_tokens=card.context_tokens,
         )
         admission = Admission(config, card, tokenizer, self._pool, random.SystemRandom())
-        self._book = book = AnswerBook(IntakeParts(admission, tokenizer, post, metrics, clock))
+        parts = IntakeParts(admission, tokenizer, post, metrics, clock)
+        self._book = book = AnswerBook(parts, service.call_opened, service.call_closed)
         self._verdicts = VerdictHub()
         keys, budget = ApiKeys(config.api_keys), ReadBudget(config.intake_bytes_max)
-        app = HttpApp(config, card, book, tokenizer, utc_now, metrics.expose, keys, budget)
+        app = HttpApp(config, card, book, tokenizer, utc_now, service, keys, budget)
         self._http = HttpServer(config, app.asgi())
-        admin = AdminServer(config, card, book, self._verdicts, snapshot, term)
-        inference = InferenceServer(config, card, book, clock)
+        admin = AdminServer(config, card, book, self._verdicts, service)
+        inference = InferenceServer(config, card, book, service, clock)
         self._grpc = GrpcServer(config, book, inference, admin, keys, budget)
 
     async def start(self, tasks: TaskGroup) -> IntakePorts:
@@ -90,10 +92,12 @@ class Intake:
         grpc_port = await self._grpc.start(tasks)
         return IntakePorts(http_port=await self._http.start(tasks), grpc_port=grpc_port)
 
-    async def stop(self) -> None:
+    async def stop(
+        self, reason: str = "the service stopped before the answer was complete"
+    ) -> None:
         """Ends every answer still running with UNAVAILABLE, then closes the servers."""
         self.refuse_new("the service is stopping")
-        self._book.fail_all("the service stopped before the answer was complete")
+        self._book.fail_all(reason)
         self._verdicts.close()
         await self._http.stop(RESPONSES_GRACE_S)
         await self._grpc.stop(RESPONSES_GRACE_S)
@@ -109,6 +113,14 @@ class Intake:
         """Tells every launcher that watches that this process must be killed."""
         self._verdicts.publish(condemn)
 
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Somebody asked, at another intake, to end this call."""
+        self._book.cancel(request_id, reason)
+
+    def refuse(self, request_id: str, error: RequestError) -> None:
+        """Another intake has a call of this id."""
+        self._book.refuse(request_id, error)
+
     @property
     def vocabulary_tokens(self) -> int:
         """Ids from there on do not exist for any client, though the model may draw them."""
@@ -116,13 +128,27 @@ class Intake:
 
     @property
     def running_count(self) -> int:
-        """Calls some client still waits for or reads; drain waits until it is 0."""
+        """Calls some client still waits for or reads."""
         return self._book.running_count
+
+    @property
+    def drained(self) -> bool:
+        """Whether no call is left."""
+        return self._book.running_count == 0
 
     def refuse_new(self, reason: str) -> None:
         """From now on new requests get UNAVAILABLE with this reason; health says not serving."""
         self._book.refuse_new(reason)
         self._grpc.health_changed()
+
+
+def vocabulary_tokens(config: ControlPlaneConfig, model: ModelFiles) -> int:
+    """What an intake of this model would have as its own (0.3 s for 50 k tokens).
+
+    Raises ConfigurationError if the model's files do not allow it.
+    """
+    tokenizer = Tokenizer(model.tokenizer, str(model.path))
+    return ModelCard.of(model, config.model_name, None, tokenizer.size).vocabulary_size
 
 
 def load_intake_model(config: ControlPlaneConfig) -> ModelFiles:

@@ -24,6 +24,7 @@ from control_plane.intake.key_guard import KeyGuard
 from control_plane.intake.message_budget import MessageBudget
 from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
+from control_plane.intake.whole_service import WholeService
 from control_plane.message_guard import MessageGuard
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -47,10 +48,12 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
         config: ControlPlaneConfig,
         card: ModelCard,
         book: AnswerBook,
+        service: WholeService,
         clock: Callable[[], float],
     ) -> None:
         self._card = card
         self._book = book
+        self._service = service
         self._clock = clock
         self._stall_s = config.stream_buffer_stall_s
         self._message_bytes_max = config.client_message_bytes_max
@@ -100,7 +103,12 @@ class InferenceServer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(
         self, request: inference_pb2.CancelRequest, context: CancelContext
     ) -> inference_pb2.CancelResponse:
-        found = self._book.cancel(request.request_id, "cancelled by a Cancel call")
+        request_id, reason = request.request_id, "cancelled by a Cancel call"
+        found = self._book.cancel(request_id, reason)
+        try:
+            found = found or await self._service.cancel_elsewhere(request_id, reason)
+        except RequestError as error:
+            await abort(context, error)
         return inference_pb2.CancelResponse(found=found)
 
     @override
@@ -194,6 +202,7 @@ def _server_options(config: ControlPlaneConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", received_bytes_max),
         ("grpc.max_send_message_length", message_bytes_max),
-        # A second process on the same port must fail, not take half of the calls.
-        ("grpc.so_reuseport", 0),
+        # A second service on the same port must fail, not take half of the calls; frontends of
+        # one service share the port their control plane holds for them.
+        ("grpc.so_reuseport", int(config.frontends > 0)),
     ]

@@ -29,6 +29,7 @@ from control_plane.intake.model_card import ModelCard
 from control_plane.intake.release import VERSION
 from control_plane.intake.shown import shortened
 from control_plane.intake.tokenizer import Tokenizer
+from control_plane.intake.whole_service import WholeService
 
 CLIENT_GONE_STATUS = 499
 """Never reaches the client, who left while sending."""
@@ -37,7 +38,7 @@ CLIENT_GONE_STATUS = 499
 class HttpApp:
     """wall_clock: seconds since 1970, for the `created` fields.
 
-    metrics_text: the metrics as Prometheus reads them, and their content type.
+    service: what this intake is part of.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class HttpApp:
         book: AnswerBook,
         tokenizer: Tokenizer,
         wall_clock: Callable[[], float],
-        metrics_text: Callable[[], tuple[bytes, str]],
+        service: WholeService,
         keys: ApiKeys,
         budget: ReadBudget,
     ) -> None:
@@ -59,7 +60,7 @@ class HttpApp:
         self._book = book
         self._tokenizer = tokenizer
         self._wall_clock = wall_clock
-        self._metrics_text = metrics_text
+        self._service = service
         self._created = int(wall_clock())
 
     def asgi(self) -> ASGIApp:
@@ -110,7 +111,7 @@ class HttpApp:
         return json_response(content, 200 if groups else 503)
 
     async def _metrics(self, _request: Request) -> Response:
-        content, content_type = self._metrics_text()
+        content, content_type = await self._service.metrics_text()
         return Response(content, headers={"content-type": content_type})
 
     async def _flush_cache(self, _request: Request) -> Response:

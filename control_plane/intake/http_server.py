@@ -42,6 +42,7 @@ class HttpServer:
     def __init__(self, config: ControlPlaneConfig, app: ASGIApp) -> None:
         self._host = config.host
         self._port = config.http_port
+        self._shared = config.frontends > 0
         self._stall_s = config.stream_buffer_stall_s
         self._app = app
         self._server: uvicorn.Server | None = None
@@ -91,7 +92,9 @@ class HttpServer:
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listener = socket.create_server((self._host, self._port), family=family)
+            listener = socket.create_server(
+                (self._host, self._port), family=family, reuse_port=self._shared
+            )
         except OSError as error:
             raise ConfigurationError(
                 f"http port {self._port} on {self._host} cannot be opened: {error.strerror}; "

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from control_plane.config import ControlPlaneConfig, SchedulingConfig
 from control_plane.intake.front import Intake
 from control_plane.intake.model_files import ModelFiles, TokenizerJson
+from control_plane.intake.whole_service import LocalService
 from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import (
     Accepted,
@@ -172,7 +173,8 @@ def _intake(steps: _ToldSteps, streams_count: int) -> Intake:
             tokenizer=TokenizerJson(path),
         )
         metrics = Metrics()
-        intake = Intake(config, model, steps.post, steps.snapshot, time.monotonic, metrics=metrics)
+        service = LocalService(steps.snapshot, lambda: 0, metrics.expose)
+        intake = Intake(config, model, steps.post, service, time.monotonic, metrics=metrics)
     steps.deliver = intake.deliver
     intake.deliver(ServingChanged(("g0",)))
     return intake

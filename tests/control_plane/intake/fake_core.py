@@ -13,6 +13,7 @@ from control_plane.config import ControlPlaneConfig
 from control_plane.errors import RequestCancelled
 from control_plane.intake.front import Intake
 from control_plane.intake.model_files import ModelFiles
+from control_plane.intake.whole_service import LocalService
 from control_plane.metrics import Metrics
 from control_plane.request import Request
 from control_plane.scheduling.messages import (
@@ -163,8 +164,9 @@ async def running(model: ModelFiles, core: FakeCore, **settings) -> AsyncIterato
     config = ControlPlaneConfig(
         model_path=str(model.path), model_name="tiny", http_port=0, grpc_port=0, **settings
     )
-    clock, term, metrics = (lambda: 1000.0), (lambda: 12), Metrics()
-    intake = Intake(config, model, core.post, core.snapshot, clock, term, metrics=metrics)
+    metrics = Metrics()
+    service = LocalService(core.snapshot, lambda: 12, metrics.expose)
+    intake = Intake(config, model, core.post, service, lambda: 1000.0, metrics=metrics)
     core.deliver = intake.deliver
     async with anyio.create_task_group() as tasks:
         ports = await intake.start(tasks)

@@ -27,6 +27,7 @@ from control_plane.intake import wire
 from control_plane.intake.answer_piece import AnswerPiece
 from control_plane.intake.front import Intake
 from control_plane.intake.tokenizer import Tokenizer
+from control_plane.intake.whole_service import LocalService
 from control_plane.metrics import Metrics
 from control_plane.request import Sampling
 from control_plane.scheduling.messages import (
@@ -678,9 +679,9 @@ async def test_a_port_in_use_is_refused_by_name(start, core, tiny_model):
             config = ControlPlaneConfig(
                 model_path="x", **({"http_port": 0, "grpc_port": 0} | {setting: port})
             )
-            second = Intake(
-                config, tiny_model, core.post, core.snapshot, lambda: 0.0, metrics=Metrics()
-            )
+            metrics = Metrics()
+            service = LocalService(core.snapshot, lambda: 0, metrics.expose)
+            second = Intake(config, tiny_model, core.post, service, lambda: 0.0, metrics=metrics)
             async with anyio.create_task_group() as tasks:
                 with pytest.raises(ConfigurationError, match=setting.replace("_", " ")):
                     await second.start(tasks)

@@ -1,0 +1,1 @@
+"""Intake in processes of its own: routing between them and the core, and the processes."""

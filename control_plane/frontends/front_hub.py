@@ -1,0 +1,299 @@
+"""Routes between the frontends and the core: whose call is which, who hears what.
+
+frontend --FromFrontend--> FrontHub --events--> core
+frontend <--ToFrontend---- FrontHub <--effects-- core
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+
+from control_plane.errors import InvalidRequest
+from control_plane.frontends import wire
+from control_plane.frontends.request_sums import RequestSums
+from control_plane.frontends.wire import Choice
+from control_plane.intake.answer_book import taken
+from control_plane.scheduling.messages import (
+    Accepted,
+    CacheFlushed,
+    Cancel,
+    Condemn,
+    Effect,
+    End,
+    Event,
+    Failed,
+    FlushCache,
+    PromptDelta,
+    ServingChanged,
+    TokenDelta,
+    Tokens,
+)
+from protos import frontend_pb2
+
+FRONTEND_GONE = "its frontend is gone"
+
+_log = structlog.get_logger()
+
+
+class Frontend:
+    """One frontend process as the hub knows it. send: takes a message to it.
+
+    listening: it takes clients. refusal: why it cannot.
+    """
+
+    def __init__(self, name: str, send: Callable[[bytes], None]) -> None:
+        self.name = name
+        self.listening = False
+        self.refusal: str | None = None
+        self.refuses_new = False
+        self._send = send
+
+    def send(self, message: frontend_pb2.ToFrontend) -> None:
+        """Sends a message; without effect once the process is gone."""
+        self._send(message.SerializeToString())
+
+
+class _Owned(NamedTuple):
+    """A choice the core computes, and who asked for it."""
+
+    frontend: Frontend
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class _Scrape:
+    """A question for the metrics; awaited: who has yet to tell what it counted."""
+
+    asker: Frontend
+    query_id: int
+    awaited: set[Frontend]
+
+
+class FrontHub:
+    """For the event loop's thread only.
+
+    post: takes an event to the core, which may call `deliver` before it returns. status: the
+    service's state as a GetStatusResponse, given the number of calls in progress. metrics_text: the
+    answer to a scrape and its content type. sums: keeps what frontends count.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        status: Callable[[int], bytes],
+        metrics_text: Callable[[], tuple[bytes, str]],
+        sums: RequestSums,
+    ) -> None:
+        self._post = post
+        self._status = status
+        self._metrics_text = metrics_text
+        self._sums = sums
+        self._frontends: list[Frontend] = []
+        self._calls: dict[str, Frontend] = {}
+        """By the client's id."""
+        self._owned: dict[str, _Owned] = {}
+        """By the core's ids."""
+        self._flushing: deque[Frontend] = deque()
+        self._scrapes: list[_Scrape] = []
+        self._serving = ServingChanged(())
+        self._refusal: str | None = None
+
+    @property
+    def calls_count(self) -> int:
+        """Calls some client still waits for or reads."""
+        return len(self._calls)
+
+    @property
+    def listening_count(self) -> int:
+        """Frontends that take clients."""
+        return sum(each.listening for each in self._frontends)
+
+    @property
+    def refuses_new(self) -> bool:
+        """Whether new calls are refused."""
+        return self._refusal is not None
+
+    @property
+    def drained(self) -> bool:
+        """Whether no call is left, and no frontend can let one in any more."""
+        return not self._calls and all(each.refuses_new for each in self._frontends)
+
+    # ---------------------------------------------------------------- the processes' side
+
+    def attach(self, frontend: Frontend) -> None:
+        """A frontend is there; its first message was Start."""
+        self._frontends.append(frontend)
+        frontend.send(wire.effect_message(self._serving))
+        if self._refusal is not None:
+            frontend.send(_refuse_new(self._refusal))
+
+    def detach(self, frontend: Frontend) -> int:
+        """It is gone, and its clients with it: whatever the core computes for them is cancelled.
+
+        Returns how many calls it had.
+        """
+        self._frontends.remove(frontend)
+        calls = [call_id for call_id, owner in self._calls.items() if owner is frontend]
+        for call_id in calls:
+            del self._calls[call_id]
+        for request_id in [key for key, each in self._owned.items() if each.frontend is frontend]:
+            del self._owned[request_id]
+            self._post(Cancel(request_id, FRONTEND_GONE))
+        self._sums.retire(frontend.name)
+        self._scrapes = [each for each in self._scrapes if each.asker is not frontend]
+        self._answer_scrapes(frontend)
+        return len(calls)
+
+    def take(self, frontend: Frontend, data: bytes) -> None:
+        """Takes a message of an attached frontend. Raises DecodeError if it is none."""
+        message = frontend_pb2.FromFrontend.FromString(data)
+        match message.WhichOneof("kind"):
+            case "submit":
+                self._submit(frontend, message.submit)
+            case "end":
+                if self._owned.pop(message.end.request_id, None) is not None:
+                    self._post(End(message.end.request_id, message.end.output_count))
+            case "cancel":
+                if self._owned.pop(message.cancel.request_id, None) is not None:
+                    self._post(Cancel(message.cancel.request_id, message.cancel.reason))
+            case "call_opened":
+                self._open(frontend, message.call_opened.request_id)
+            case "call_closed":
+                if self._calls.get(message.call_closed.request_id) is frontend:
+                    del self._calls[message.call_closed.request_id]
+            case "metrics":
+                self._sums.report(frontend.name, message.metrics.text)
+                self._answer_scrapes(frontend)
+            case "query":
+                self._answer(frontend, message.query)
+            case "flush_cache":
+                self._flushing.append(frontend)
+                self._post(FlushCache())
+            case "listening":
+                frontend.listening = True
+            case "start_refused":
+                frontend.refusal = message.start_refused.message
+            case "refuses_new":
+                frontend.refuses_new = True
+            case kind:
+                raise AssertionError(kind)
+
+    # ---------------------------------------------------------------- the service's side
+
+    def deliver(self, effect: Effect) -> None:
+        """Takes an effect of the core; unknown requests are those whose client left before."""
+        match effect:
+            case Tokens():
+                self._deliver_tokens(effect)
+            case Accepted(request_id=request_id):
+                if (owned := self._owned.get(request_id)) is not None:
+                    owned.frontend.send(wire.effect_message(effect))
+            case Failed(request_id=request_id):
+                if (owned := self._owned.pop(request_id, None)) is not None:
+                    owned.frontend.send(wire.effect_message(effect))
+            case CacheFlushed():
+                self._flushing.popleft().send(wire.effect_message(effect))
+            case ServingChanged():
+                self._serving = effect
+                self._tell_all(wire.effect_message(effect))
+            case _:
+                pass  # for dispatch
+
+    def publish_verdict(self, condemn: Condemn) -> None:
+        """Tells the launchers that watch at any frontend."""
+        self._tell_all(wire.condemned_message(condemn))
+
+    def refuse_new(self, reason: str) -> None:
+        """From now on every frontend refuses new calls with this reason."""
+        if self._refusal is None:
+            self._refusal = reason
+            self._tell_all(_refuse_new(reason))
+
+    def stop(self, reason: str) -> None:
+        """Asks every frontend to answer what is open with an error, and to leave."""
+        self._tell_all(frontend_pb2.ToFrontend(stop=frontend_pb2.Stop(reason=reason)))
+
+    # ---------------------------------------------------------------- inside
+
+    def _tell_all(self, message: frontend_pb2.ToFrontend) -> None:
+        for frontend in self._frontends:
+            frontend.send(message)
+
+    def _open(self, frontend: Frontend, request_id: str) -> None:
+        if request_id in self._calls or request_id in self._owned:
+            refused = frontend_pb2.CallRefused(
+                request_id=request_id, failure=wire.failure_of(taken(request_id))
+            )
+            frontend.send(frontend_pb2.ToFrontend(call_refused=refused))
+        else:
+            self._calls[request_id] = frontend
+
+    def _submit(self, frontend: Frontend, message: frontend_pb2.SubmitRequest) -> None:
+        request_id, call_id = message.request_id, message.call_id
+        if self._calls.get(call_id) is not frontend:
+            return  # the call was refused, and its frontend does not know yet
+        if request_id in self._owned or self._calls.get(request_id, frontend) is not frontend:
+            error: InvalidRequest = taken(request_id)
+            frontend.send(wire.effect_message(Failed(request_id, error)))
+            return
+        self._owned[request_id] = _Owned(frontend, Choice(message.number, request_id))
+        self._post(wire.submit_of(message))
+
+    def _deliver_tokens(self, tokens: Tokens) -> None:
+        """One message for each frontend that has a part in the step."""
+        parts: dict[
+            Frontend, tuple[list[tuple[Choice, TokenDelta]], list[tuple[Choice, PromptDelta]]]
+        ] = {}
+        for scores in tokens.prompt_deltas:
+            if (owned := self._owned.get(scores.request_id)) is not None:
+                parts.setdefault(owned.frontend, ([], []))[1].append((owned.choice, scores))
+        for delta in tokens.deltas:
+            if (owned := self._owned.get(delta.request_id)) is not None:
+                parts.setdefault(owned.frontend, ([], []))[0].append((owned.choice, delta))
+        for frontend, (rows, prompts) in parts.items():
+            frontend.send(wire.tokens_message(rows, prompts))
+
+    def _answer(self, frontend: Frontend, query: frontend_pb2.Query) -> None:
+        answer = frontend_pb2.Answer(query_id=query.query_id)
+        match query.WhichOneof("kind"):
+            case "status":
+                answer.content = self._status(self.calls_count)
+            case "metrics":
+                self._scrape(frontend, query)
+                return
+            case "cancel_call":
+                owner = self._calls.get(query.cancel_call.request_id)
+                if owner is not None and owner is not frontend:
+                    answer.found = True
+                    owner.send(frontend_pb2.ToFrontend(cancel_call=query.cancel_call))
+            case kind:
+                raise AssertionError(kind)
+        frontend.send(frontend_pb2.ToFrontend(answer=answer))
+
+    def _scrape(self, frontend: Frontend, query: frontend_pb2.Query) -> None:
+        """The asker told what it counted just before."""
+        others = {each for each in self._frontends if each.listening and each is not frontend}
+        scrape = _Scrape(frontend, query.query_id, others if query.metrics.fresh else set())
+        self._scrapes.append(scrape)
+        for other in scrape.awaited:
+            other.send(frontend_pb2.ToFrontend(report_metrics=frontend_pb2.ReportMetrics()))
+        self._answer_scrapes(frontend)
+
+    def _answer_scrapes(self, heard: Frontend) -> None:
+        """Answers those that wait for nobody any more."""
+        for scrape in self._scrapes:
+            scrape.awaited.discard(heard)
+            if not scrape.awaited:
+                content, content_type = self._metrics_text()
+                answer = frontend_pb2.Answer(
+                    query_id=scrape.query_id, content=content, content_type=content_type
+                )
+                scrape.asker.send(frontend_pb2.ToFrontend(answer=answer))
+        self._scrapes = [each for each in self._scrapes if each.awaited]
+
+
+def _refuse_new(reason: str) -> frontend_pb2.ToFrontend:
+    return frontend_pb2.ToFrontend(refuse_new=frontend_pb2.RefuseNew(reason=reason))

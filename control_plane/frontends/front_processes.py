@@ -1,0 +1,229 @@
+"""The frontend processes of a control plane: started, watched, started again, stopped.
+
+a frontend ends        -> what it asked for is cancelled; it starts again after a pause that grows
+it cannot start at all -> at the start of the service: ConfigurationError; later: as above
+the service drains     -> frontends refuse new calls; one that ends now stays away
+"""
+
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from subprocess import DEVNULL
+
+import anyio
+import structlog
+from anyio.abc import Process, TaskGroup
+from google.protobuf.message import DecodeError
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.errors import ConfigurationError, ProtocolError
+from control_plane.frontends import wire
+from control_plane.frontends.frame_link import FrameLink
+from control_plane.frontends.front_hub import Frontend, FrontHub
+from control_plane.frontends.request_sums import RequestSums
+from control_plane.frontends.shared_ports import held_ports
+from control_plane.intake import admin_wire
+from control_plane.intake.front import IntakePorts, vocabulary_tokens
+from control_plane.intake.model_files import ModelFiles
+from control_plane.intake.release import VERSION
+from control_plane.metrics import Metrics
+from control_plane.scheduling.messages import Condemn, Effect, Event, Snapshot
+
+PAUSE_S_MIN = 0.5
+PAUSE_S_MAX = 30.0
+SERVED_A_WHILE_S = 60.0
+"""After so long a run the pause begins anew."""
+LEAVE_S = 1.0
+"""How long a process may take to end once its stream has."""
+STANDARD_ERROR = 2
+
+FRONTEND_LISTENING = "frontend.listening"
+FRONTEND_LOST = "frontend.lost"
+MESSAGE_REFUSED = "frontend.message_refused"
+
+_log = structlog.get_logger()
+
+
+class FrontProcesses:
+    """Intake in `config.frontends` processes, as the service sees it: the same as an Intake.
+
+    post, snapshot, term: the core's, as for an Intake in this process. metrics: made with `sums`.
+    Construction raises ConfigurationError if the model's files do not allow to serve it.
+    """
+
+    def __init__(
+        self,
+        config: ControlPlaneConfig,
+        model: ModelFiles,
+        post: Callable[[Event], None],
+        snapshot: Callable[[], Snapshot],
+        term: Callable[[], int],
+        *,
+        metrics: Metrics,
+        sums: RequestSums,
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self.vocabulary_tokens = vocabulary_tokens(config, model)
+        """Ids from there on do not exist for any client, though the model may draw them."""
+
+        def status(calls_count: int) -> bytes:
+            message = admin_wire.status_response(
+                snapshot(), intake_count=calls_count, term=term(), version=VERSION
+            )
+            return message.SerializeToString()
+
+        self._hub = FrontHub(post, status, metrics.expose, sums)
+        self._processes: dict[str, Process] = {}
+        self._starting: set[str] = set()
+        """Those that have not listened since the service began."""
+        self._refusal: str | None = None
+        self._settled = anyio.Event()
+        self._stopping = False
+        self._ports = ExitStack()
+
+    async def start(self, tasks: TaskGroup) -> IntakePorts:
+        """Returns once all take clients; `tasks` runs them until `stop`. ConfigurationError."""
+        ports = self._ports.enter_context(held_ports(self._config))
+        config = replace(
+            self._config,
+            http_port=ports.http_port,
+            grpc_port=ports.grpc_port,
+            join_token=None,
+            announce_path=None,
+        )
+        names = [f"frontend{index}" for index in range(config.frontends)]
+        self._starting.update(names)
+        for name in names:
+            tasks.start_soon(self._keep, name, wire.start_message(config))
+        await self._settled.wait()
+        if self._refusal is not None:
+            raise ConfigurationError(self._refusal)
+        return ports
+
+    async def stop(self) -> None:
+        """Ends every answer still running with UNAVAILABLE, and the processes; cut short, it kills
+        what is left of them."""
+        self._stopping = True
+        try:
+            if not self._starting:
+                self._hub.stop("the service stopped before the answer was complete")
+                for process in [*self._processes.values()]:
+                    await process.wait()
+        finally:
+            for process in self._processes.values():
+                _kill(process)
+            self._ports.close()
+
+    def deliver(self, effect: Effect) -> None:
+        """Takes an effect of the core; those that are not for intake are ignored."""
+        self._hub.deliver(effect)
+
+    def publish_verdict(self, condemn: Condemn) -> None:
+        """Tells every launcher that watches that this process must be killed."""
+        self._hub.publish_verdict(condemn)
+
+    @property
+    def running_count(self) -> int:
+        """Calls some client still waits for or reads."""
+        return self._hub.calls_count
+
+    @property
+    def drained(self) -> bool:
+        """Whether no call is left, and none can get in any more."""
+        return self._hub.drained
+
+    def refuse_new(self, reason: str) -> None:
+        """From now on new requests get UNAVAILABLE with this reason; health says not serving."""
+        self._hub.refuse_new(reason)
+
+    # ---------------------------------------------------------------- inside
+
+    async def _keep(self, name: str, start: bytes) -> None:
+        """Runs a frontend again and again."""
+        pause_s = PAUSE_S_MIN
+        while True:
+            began = anyio.current_time()
+            refusal = await self._run(name, start)
+            if name in self._starting:
+                self._refusal = refusal
+                self._settled.set()
+                return
+            if self._stopping or self._hub.refuses_new:
+                return
+            self._metrics.frontend_lost()
+            if anyio.current_time() - began >= SERVED_A_WHILE_S:
+                pause_s = PAUSE_S_MIN
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    async def _run(self, name: str, start: bytes) -> str:
+        """Runs a frontend from its start to its end; returns why it would not serve."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await anyio.open_process(
+                _command(name, theirs.fileno()),
+                stdin=DEVNULL,
+                stdout=STANDARD_ERROR,
+                stderr=None,
+                # A Ctrl-C of the terminal is for this process, which drains.
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        self._processes[name] = process
+        link = await FrameLink.over(ours)
+        link.send(start)
+        frontend = Frontend(name, link.send)
+        self._hub.attach(frontend)
+        try:
+            await self._listen(frontend, link, process.pid)
+        finally:
+            link.abort()
+            calls_count = self._hub.detach(frontend)
+            self._metrics.frontends_listening(self._hub.listening_count)
+            await _end(process)
+        if not self._stopping:
+            _log.warning(
+                FRONTEND_LOST, name=name, status=process.returncode, calls_cancelled=calls_count
+            )
+        return frontend.refusal or (
+            f"{name} ended with status {process.returncode} before it served; its log says why"
+        )
+
+    async def _listen(self, frontend: Frontend, link: FrameLink, pid: int) -> None:
+        """Takes what a frontend says, until it ends or breaks the protocol."""
+        try:
+            async for data in link.messages():
+                listened = frontend.listening
+                self._hub.take(frontend, data)
+                if frontend.listening and not listened:
+                    _log.info(FRONTEND_LISTENING, name=frontend.name, pid=pid)
+                    self._metrics.frontends_listening(self._hub.listening_count)
+                    self._starting.discard(frontend.name)
+                    if not self._starting:
+                        self._settled.set()
+        except (DecodeError, ProtocolError) as error:
+            _log.error(MESSAGE_REFUSED, name=frontend.name, error=str(error))
+
+
+def _command(name: str, descriptor: int) -> list[str]:
+    level = logging.getLogger().getEffectiveLevel()
+    command = [sys.executable, "-m", "control_plane.frontends", "--name", name]
+    return [*command, "--link", str(descriptor), "--log-level", str(level)]
+
+
+async def _end(process: Process) -> None:
+    """A process whose stream ended is about to end too; one that does not is killed."""
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(LEAVE_S):
+            await process.wait()
+        _kill(process)
+        await process.wait()
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
