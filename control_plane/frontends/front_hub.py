@@ -41,7 +41,7 @@ _log = structlog.get_logger()
 class Frontend:
     """One frontend process as the hub knows it. send: takes a message to it.
 
-    listening: it takes clients. refusal: why it cannot.
+    listening: it takes clients. refusal: why it cannot. answered: it did since the latest ping.
     """
 
     def __init__(self, name: str, send: Callable[[bytes], None]) -> None:
@@ -49,11 +49,17 @@ class Frontend:
         self.listening = False
         self.refusal: str | None = None
         self.refuses_new = False
+        self.answered = True
         self._send = send
 
     def send(self, message: frontend_pb2.ToFrontend) -> None:
         """Sends a message; without effect once the process is gone."""
         self._send(message.SerializeToString())
+
+    def ping(self) -> None:
+        """Asks for a sign of life."""
+        self.answered = False
+        self.send(frontend_pb2.ToFrontend(ping=frontend_pb2.Ping()))
 
 
 class _Owned(NamedTuple):
@@ -178,6 +184,8 @@ class FrontHub:
                 frontend.refusal = message.start_refused.message
             case "refuses_new":
                 frontend.refuses_new = True
+            case "pong":
+                frontend.answered = True
             case kind:
                 raise AssertionError(kind)
 
@@ -275,6 +283,8 @@ class FrontHub:
 
     def _scrape(self, frontend: Frontend, query: frontend_pb2.Query) -> None:
         """The asker told what it counted just before."""
+        if not query.metrics.fresh:  # it gave up the question before
+            self._scrapes = [each for each in self._scrapes if each.asker is not frontend]
         others = {each for each in self._frontends if each.listening and each is not frontend}
         scrape = _Scrape(frontend, query.query_id, others if query.metrics.fresh else set())
         self._scrapes.append(scrape)

@@ -1,6 +1,7 @@
 """The frontend processes of a control plane: started, watched, started again, stopped.
 
 a frontend ends        -> what it asked for is cancelled; it starts again after a pause that grows
+it does not answer     -> it is frozen: it is killed, and the above holds
 it cannot start at all -> at the start of the service: ConfigurationError; later: as above
 the service drains     -> frontends refuse new calls; one that ends now stays away
 """
@@ -36,12 +37,16 @@ PAUSE_S_MIN = 0.5
 PAUSE_S_MAX = 30.0
 SERVED_A_WHILE_S = 60.0
 """After so long a run the pause begins anew."""
+PING_INTERVAL_S = 10.0
+PINGS_MISSED_MAX = 2
+"""A frontend that misses so many pings in a row is frozen; one may be this process's own stall."""
 LEAVE_S = 1.0
 """How long a process may take to end once its stream has."""
 STANDARD_ERROR = 2
 
 FRONTEND_LISTENING = "frontend.listening"
 FRONTEND_LOST = "frontend.lost"
+FRONTEND_FROZEN = "frontend.frozen"
 MESSAGE_REFUSED = "frontend.message_refused"
 
 _log = structlog.get_logger()
@@ -145,16 +150,15 @@ class FrontProcesses:
     async def _keep(self, name: str, start: bytes) -> None:
         """Runs a frontend again and again."""
         pause_s = PAUSE_S_MIN
-        while True:
+        while not self._stopping and not self._hub.refuses_new:
             began = anyio.current_time()
             refusal = await self._run(name, start)
             if name in self._starting:
                 self._refusal = refusal
                 self._settled.set()
                 return
-            if self._stopping or self._hub.refuses_new:
-                return
-            self._metrics.frontend_lost()
+            if not self._stopping:
+                self._metrics.frontend_lost()
             if anyio.current_time() - began >= SERVED_A_WHILE_S:
                 pause_s = PAUSE_S_MIN
             await anyio.sleep(pause_s)
@@ -164,22 +168,21 @@ class FrontProcesses:
         """Runs a frontend from its start to its end; returns why it would not serve."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await anyio.open_process(
-                _command(name, theirs.fileno()),
-                stdin=DEVNULL,
-                stdout=STANDARD_ERROR,
-                stderr=None,
-                # A Ctrl-C of the terminal is for this process, which drains.
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
+            try:
+                process = await _start(name, theirs)
+            except OSError as error:
+                ours.close()
+                _log.warning(FRONTEND_LOST, name=name, error=error.strerror)
+                return f"{name} cannot be started: {error.strerror}"
         self._processes[name] = process
         link = await FrameLink.over(ours)
         link.send(start)
         frontend = Frontend(name, link.send)
         self._hub.attach(frontend)
         try:
-            await self._listen(frontend, link, process.pid)
+            async with anyio.create_task_group() as tasks:
+                await self._listen(frontend, link, process, tasks)
+                tasks.cancel_scope.cancel()
         finally:
             link.abort()
             calls_count = self._hub.detach(frontend)
@@ -193,14 +196,18 @@ class FrontProcesses:
             f"{name} ended with status {process.returncode} before it served; its log says why"
         )
 
-    async def _listen(self, frontend: Frontend, link: FrameLink, pid: int) -> None:
+    async def _listen(
+        self, frontend: Frontend, link: FrameLink, process: Process, tasks: TaskGroup
+    ) -> None:
         """Takes what a frontend says, until it ends or breaks the protocol."""
         try:
             async for data in link.messages():
                 listened = frontend.listening
                 self._hub.take(frontend, data)
                 if frontend.listening and not listened:
-                    _log.info(FRONTEND_LISTENING, name=frontend.name, pid=pid)
+                    _log.info(FRONTEND_LISTENING, name=frontend.name, pid=process.pid)
+                    # Not before: building a tokenizer takes its loop for seconds.
+                    tasks.start_soon(_kill_if_frozen, frontend, process)
                     self._metrics.frontends_listening(self._hub.listening_count)
                     self._starting.discard(frontend.name)
                     if not self._starting:
@@ -209,10 +216,28 @@ class FrontProcesses:
             _log.error(MESSAGE_REFUSED, name=frontend.name, error=str(error))
 
 
-def _command(name: str, descriptor: int) -> list[str]:
+async def _start(name: str, end: socket.socket) -> Process:
     level = logging.getLogger().getEffectiveLevel()
     command = [sys.executable, "-m", "control_plane.frontends", "--name", name]
-    return [*command, "--link", str(descriptor), "--log-level", str(level)]
+    return await anyio.open_process(
+        [*command, "--link", str(end.fileno()), "--log-level", str(level)],
+        stdin=DEVNULL,
+        stdout=STANDARD_ERROR,
+        stderr=None,
+        # A Ctrl-C of the terminal is for this process, which drains.
+        start_new_session=True,
+        pass_fds=[end.fileno()],
+    )
+
+
+async def _kill_if_frozen(frontend: Frontend, process: Process) -> None:
+    missed_count = 0
+    while missed_count < PINGS_MISSED_MAX:
+        frontend.ping()
+        await anyio.sleep(PING_INTERVAL_S)
+        missed_count = 0 if frontend.answered else missed_count + 1
+    _log.error(FRONTEND_FROZEN, name=frontend.name, pid=process.pid)
+    _kill(process)
 
 
 async def _end(process: Process) -> None:

@@ -160,6 +160,8 @@ class RemoteCore(WholeService):
                 self._send(frontend_pb2.FromFrontend(refuses_new=frontend_pb2.RefusesNew()))
             case "condemned":
                 self.front.publish_verdict(wire.condemn_of(message.condemned))
+            case "ping":
+                self._send(frontend_pb2.FromFrontend(pong=frontend_pb2.Pong()))
             case "report_metrics":
                 self.report()
             case "answer":
