@@ -41,6 +41,7 @@ def test_scheduling_settings_that_cannot_be(settings, said) -> None:
     [
         ({"http_port": 70_000}, "http_port is 70000; .* from 0 to 65535"),
         ({"grpc_port": -1}, "grpc_port"),
+        ({"frontends": 17}, "frontends is 17; .* from 0 to 16"),
         ({"tokenizer_threads": 0}, "tokenizer_threads"),
         ({"http_body_bytes_max": 0}, "http_body_bytes_max"),
         ({"client_message_bytes_max": 1 << 31}, "client_message_bytes_max"),

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import signal
-import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -15,17 +15,23 @@ import anyio
 import grpc
 import httpx
 import pytest
+from anyio.abc import Process
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
+from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
+from control_plane.frontends import front_processes
+from control_plane.frontends.front_processes import FrontProcesses
+from control_plane.frontends.request_sums import RequestSums
 from control_plane.intake.model_files import ModelFiles
+from control_plane.metrics import Metrics
 from protos import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from scripts.topology import default_model_path
 from tests.fakes.counting_service import (
     FLUSHED_BLOCKS,
+    CountingCore,
     Served,
-    ask_to_stop,
     counting_service,
     until,
 )
@@ -33,6 +39,8 @@ from tests.fakes.counting_service import (
 pytestmark = pytest.mark.anyio
 
 CONNECTIONS = 12
+LONG = 150
+"""Tokens of a stream that is still running when something happens."""
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
@@ -91,7 +99,7 @@ def streamed_text(response: httpx.Response) -> str:
     return "".join(json.loads(each)["choices"][0]["text"] for each in events)
 
 
-async def test_two_frontends_are_one_service(serving, tmp_path):
+async def test_two_frontends_are_one_service(serving):
     """Streams, ids, cancels, stop strings, flushes, status, health and metrics."""
     with capture_logs() as logs:
         async with serving() as s, channels(s, CONNECTIONS) as connections:
@@ -99,7 +107,7 @@ async def test_two_frontends_are_one_service(serving, tmp_path):
             await answers_come_on_every_connection(s, connections)
             await an_id_in_progress_is_refused_on_every_connection(s, connections)
             await calls_are_cancelled_on_any_connection(s, connections)
-            await what_is_asked_of_the_service_is_answered_by_any(s, connections)
+            await what_is_asked_of_the_service_is_answered_by_any(connections)
             series = await s.series()
             await until(lambda: not s.core.live)
     received = [value for name, value in series.items() if name[0] == "requests_received_total"]
@@ -189,7 +197,7 @@ async def calls_are_cancelled_on_any_connection(
 
 
 async def what_is_asked_of_the_service_is_answered_by_any(
-    s: Served, connections: list[grpc.aio.Channel]
+    connections: list[grpc.aio.Channel],
 ) -> None:
     for channel in connections:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
@@ -206,7 +214,7 @@ async def what_is_asked_of_the_service_is_answered_by_any(
 async def test_a_killed_frontend_costs_only_its_own_streams(serving):
     with capture_logs() as logs:
         async with serving() as s, channels(s, 2 * CONNECTIONS) as connections:
-            streams = [Stream(channel, generate_request(300)) for channel in connections]
+            streams = [Stream(channel, generate_request(LONG)) for channel in connections]
             async with anyio.create_task_group() as tasks:
                 for stream in streams:
                     tasks.start_soon(stream.run)
@@ -222,13 +230,15 @@ async def test_a_killed_frontend_costs_only_its_own_streams(serving):
             assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
             for stream in streams:
                 if stream.code is grpc.StatusCode.OK:
-                    assert stream.ids == list(range(100, 400))
+                    assert stream.ids == list(range(100, 100 + LONG))
             await until(lambda: len(pids(logs, "frontend0")) == 2)
             assert (await s.series())["frontends",] == 2
             # A client that lost its stream goes on with the tokens it has, wherever it lands.
             lost = streams[codes.index(grpc.StatusCode.UNAVAILABLE)]
-            resumed = generate_request(len(lost.ids) + 5)
-            resumed.resume_output_ids.add(ids=lost.ids)
+            request = generate_request(len(lost.ids) + 5)
+            request.resume_output_ids.add(ids=lost.ids)
+            resumed = [id_ async for piece in s.grpc.Generate(request) for id_ in piece.token_ids]
+            assert [*lost.ids, *resumed] == list(range(100, 105 + len(lost.ids)))
             series = await s.series()
             assert series["num_requests_running", "g0"] == series["num_requests_open",] == 0
             assert series["kv_blocks", "g0", "referenced"] == 0
@@ -244,12 +254,31 @@ def pids(logs: list[dict[str, object]], name: str) -> list[int]:
     return [line["pid"] for line in found if line["name"] == name]
 
 
-async def test_ports_of_another_service_are_refused(serving, model, tmp_path):
-    """Its own frontends share them; nobody else does."""
-    for field in ("http_port", "grpc_port"):
-        with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
-            port = taken.getsockname()[1]
-            with pytest.raises(ExceptionGroup) as caught:
-                async with serving(**{field: port}):
-                    pass
-            assert caught.value.split(ConfigurationError)[1] is None
+async def test_frontends_that_cannot_start_end_the_service_with_the_reason(model, monkeypatch):
+    await is_refused(model, "no such file or directory; give a GGUF file")
+
+    async def start(_name: str, _end: object) -> Process:
+        return await anyio.open_process([sys.executable, "-c", "raise SystemExit(3)"])
+
+    monkeypatch.setattr(front_processes, "_start", start)
+    await is_refused(model, "frontend. ended with status 3 before it served")
+
+
+async def is_refused(model: ModelFiles, reason: str) -> None:
+    """A service whose frontends look for the model where it is not."""
+    config = ControlPlaneConfig(model_path="gone", frontends=2, http_port=0, grpc_port=0)
+    sums = RequestSums()
+    core = CountingCore()
+    frontends = FrontProcesses(
+        config,
+        model,
+        lambda _: None,
+        lambda: core.snapshot(0.0),
+        lambda: 1,
+        metrics=Metrics(sums),
+        sums=sums,
+    )
+    async with anyio.create_task_group() as tasks:
+        with anyio.fail_after(60), pytest.raises(ConfigurationError, match=reason):
+            await frontends.start(tasks)
+        await frontends.stop()

@@ -56,10 +56,18 @@ class ControlPlane:
 
 
 @pytest.fixture
-def control_plane(tmp_path) -> Iterator[ControlPlane]:
-    running = ControlPlane(tmp_path, *QUICK)
+def control_plane(tmp_path, request) -> Iterator[ControlPlane]:
+    """With further options where a test gives some."""
+    running = ControlPlane(tmp_path, *QUICK, *getattr(request, "param", ()))
     yield running
     running.close()
+
+
+WITH_FRONTENDS = ("--frontends", "2")
+with_frontends = pytest.mark.parametrize("control_plane", [WITH_FRONTENDS], indirect=True)
+with_and_without_frontends = pytest.mark.parametrize(
+    "control_plane", [(), WITH_FRONTENDS], ids=["alone", "frontends"], indirect=True
+)
 
 
 class ServingWorker(DiallingWorker):
@@ -155,6 +163,7 @@ async def start_worker(control_plane):
         await worker.close()
 
 
+@with_and_without_frontends
 async def test_a_request_survives_the_loss_of_its_worker(control_plane, start_worker):
     first = await start_worker(11)
     answer = asyncio.ensure_future(complete(control_plane.url, 6))
@@ -213,6 +222,7 @@ async def test_sigterm_lets_running_requests_finish(control_plane, start_worker)
     assert await asyncio.to_thread(control_plane.wait) == 0
 
 
+@with_and_without_frontends
 async def test_a_second_signal_stops_at_once(control_plane, start_worker):
     worker = await start_worker(11)
     answer = asyncio.ensure_future(complete(control_plane.url, 4))
@@ -284,6 +294,26 @@ async def test_a_launcher_that_is_killed_leaves_no_orphan(tmp_path):
         if time.monotonic() > deadline:
             os.kill(ports["pid"], signal.SIGKILL)
             raise AssertionError("the control plane outlived its parent")
+        await asyncio.sleep(0.02)
+
+
+@with_frontends
+async def test_frontends_without_their_control_plane_say_so_and_end(control_plane, start_worker):
+    worker = await start_worker(11)
+    body = {"model": "default", "prompt": "x", "max_tokens": 100, "temperature": 0}
+    async with httpx.AsyncClient(timeout=30, base_url=control_plane.url) as client:
+        answer = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await worker.compute(1)
+        control_plane.process.kill()
+        response = await asyncio.wait_for(answer, 30)
+    assert response.status_code == 503
+    assert float(response.headers["retry-after"]) > 0
+    assert response.json()["error"]["code"] == "UNAVAILABLE"
+    deadline = time.monotonic() + 30
+    while any(
+        accepts_connections(control_plane.ports[each]) for each in ("http_port", "grpc_port")
+    ):
+        assert time.monotonic() < deadline, "they outlived their control plane"
         await asyncio.sleep(0.02)
 
 

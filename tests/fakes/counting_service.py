@@ -77,7 +77,7 @@ class CountingCore:
         return []
 
     def _submit(self, request: Request, now: float) -> list[Effect]:
-        self.live[request.request_id] = 0
+        self.live[request.request_id] = len(request.output_ids)
         tokens_max = request.max_tokens or 1000
         return [Accepted(request.request_id, tokens_max), WakeAt(now + STEP_S)]
 
