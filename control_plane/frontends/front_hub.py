@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import structlog
-
 from control_plane.errors import InvalidRequest
 from control_plane.frontends import wire
 from control_plane.frontends.request_sums import RequestSums
@@ -34,8 +32,6 @@ from control_plane.scheduling.messages import (
 from protos import frontend_pb2
 
 FRONTEND_GONE = "its frontend is gone"
-
-_log = structlog.get_logger()
 
 
 class Frontend:

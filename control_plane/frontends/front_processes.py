@@ -9,6 +9,7 @@ the service drains     -> frontends refuse new calls; one that ends now stays aw
 import logging
 import socket
 import sys
+from asyncio.subprocess import Process, create_subprocess_exec
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,7 @@ from subprocess import DEVNULL
 
 import anyio
 import structlog
-from anyio.abc import Process, TaskGroup
+from anyio.abc import TaskGroup
 from google.protobuf.message import DecodeError
 
 from control_plane.config import ControlPlaneConfig
@@ -219,8 +220,9 @@ class FrontProcesses:
 async def _start(name: str, end: socket.socket) -> Process:
     level = logging.getLogger().getEffectiveLevel()
     command = [sys.executable, "-m", "control_plane.frontends", "--name", name]
-    return await anyio.open_process(
-        [*command, "--link", str(end.fileno()), "--log-level", str(level)],
+    command += ["--link", str(end.fileno()), "--log-level", str(level)]
+    return await create_subprocess_exec(
+        *command,
         stdin=DEVNULL,
         stdout=STANDARD_ERROR,
         stderr=None,

@@ -223,7 +223,7 @@ class RemoteCore(WholeService):
             del self._choices[number]
 
     async def _ask(
-        self, query: frontend_pb2.Query, patience_s: float = ANSWER_S
+        self, query: frontend_pb2.Query, patience_s: float | None = None
     ) -> frontend_pb2.Answer:
         self._last_query_id += 1
         query.query_id = self._last_query_id
@@ -231,7 +231,7 @@ class RemoteCore(WholeService):
         self._answers[query.query_id] = answered
         try:
             self._send(frontend_pb2.FromFrontend(query=query))
-            with anyio.fail_after(patience_s):
+            with anyio.fail_after(patience_s or ANSWER_S):
                 answer: frontend_pb2.Answer = await answered
                 return answer
         except TimeoutError as error:

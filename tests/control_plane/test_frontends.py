@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from asyncio.subprocess import Process, create_subprocess_exec
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -15,7 +16,6 @@ import anyio
 import grpc
 import httpx
 import pytest
-from anyio.abc import Process
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
@@ -258,7 +258,7 @@ async def test_frontends_that_cannot_start_end_the_service_with_the_reason(model
     await is_refused(model, "no such file or directory; give a GGUF file")
 
     async def start(_name: str, _end: object) -> Process:
-        return await anyio.open_process([sys.executable, "-c", "raise SystemExit(3)"])
+        return await create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
 
     monkeypatch.setattr(front_processes, "_start", start)
     await is_refused(model, "frontend. ended with status 3 before it served")

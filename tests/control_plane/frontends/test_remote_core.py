@@ -1,0 +1,153 @@
+"""What an intake in a process of its own says to the core, and what it does when nobody answers."""
+
+import asyncio
+
+import pytest
+
+from control_plane.errors import QueueFull, ServiceUnavailable
+from control_plane.frontends import remote_core
+from control_plane.frontends.remote_core import REQUESTS_BACKLOG_BYTES_MAX, RemoteCore
+from control_plane.request import Request, Sampling
+from control_plane.scheduling.messages import (
+    Accepted,
+    Cancel,
+    End,
+    Failed,
+    FlushCache,
+    RequestFacts,
+    Submit,
+    TokenDelta,
+    Tokens,
+)
+from protos import admin_pb2, frontend_pb2
+
+pytestmark = pytest.mark.anyio
+
+
+class HeardLink:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.backlog_bytes = 0
+        self.said: list[frontend_pb2.FromFrontend] = []
+
+    def send(self, message: bytes) -> None:
+        self.said.append(frontend_pb2.FromFrontend.FromString(message))
+
+    def of(self, kind: str) -> list:
+        return [getattr(each, kind) for each in self.said if each.HasField(kind)]
+
+
+class Front:
+    def __init__(self) -> None:
+        self.effects: list[object] = []
+        self.deliver = self.effects.append
+
+
+@pytest.fixture
+def link() -> HeardLink:
+    return HeardLink()
+
+
+@pytest.fixture
+def core(link) -> RemoteCore:
+    made = RemoteCore(link, lambda: b"counted")
+    made.front = Front()
+    return made
+
+
+def submit(request_id: str) -> Submit:
+    return Submit(Request(request_id, (1,), Sampling(temperature=0.0, seed=1)))
+
+
+def tokens(*numbers: int) -> frontend_pb2.ToFrontend:
+    count = len(numbers)
+    columns = frontend_pb2.StepTokens(
+        number=numbers, first_index=[0] * count, token_count=[1] * count, token_ids=range(count)
+    )
+    return frontend_pb2.ToFrontend(tokens=columns)
+
+
+async def test_a_choice_is_told_with_its_call_and_a_number_of_its_own(core, link) -> None:
+    for call_id in ("alone", "many/0", "many"):
+        core.call_opened(call_id)
+    for request_id in ("alone", "many/0", "many/1"):
+        core.post(submit(request_id))
+    assert [each.call_id for each in link.of("submit")] == ["alone", "many/0", "many"]
+    assert [each.request_id for each in link.of("submit")] == ["alone", "many/0", "many/1"]
+    assert len({each.number for each in link.of("submit")}) == 3
+
+
+async def test_tokens_of_a_choice_that_is_over_are_dropped(core, link) -> None:
+    for request_id in ("ended", "cancelled", "failed", "goes on"):
+        core.post(submit(request_id))
+    numbers = [each.number for each in link.of("submit")]
+    core.post(End("ended", 3))
+    core.post(Cancel("cancelled", "why"))
+    failed = frontend_pb2.RequestFailed(
+        request_id="failed", failure=frontend_pb2.Failure(reason="UNAVAILABLE", message="why")
+    )
+    core.take(frontend_pb2.ToFrontend(failed=failed))
+    core.take(tokens(*numbers))
+    told = core.front.effects[-1]
+    assert told == Tokens((TokenDelta("goes on", 0, (3,), (), RequestFacts()),))
+    assert [(each.request_id, each.output_count) for each in link.of("end")] == [("ended", 3)]
+    assert [each.reason for each in link.of("cancel")] == ["why"]
+
+
+async def test_what_the_core_cannot_take_is_refused_but_not_what_ends_it(core, link) -> None:
+    core.post(submit("before"))
+    link.backlog_bytes = REQUESTS_BACKLOG_BYTES_MAX + 1
+    core.post(submit("refused"))
+    (failed,) = core.front.effects
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, QueueFull)
+    assert (failed.request_id, failed.error.retry_after_s) == ("refused", 1.0)
+    core.post(End("before", 0))
+    core.post(FlushCache())
+    assert [each.WhichOneof("kind") for each in link.said] == ["submit", "end", "flush_cache"]
+    link.backlog_bytes = 0
+    core.post(submit("again"))
+    accepted = frontend_pb2.RequestAccepted(request_id="again", tokens_max=5)
+    core.take(frontend_pb2.ToFrontend(accepted=accepted))
+    assert core.front.effects[-1] == Accepted("again", 5)
+
+
+async def test_questions_get_their_own_answers(core, link) -> None:
+    asked = [
+        asyncio.ensure_future(core.status(0)),
+        asyncio.ensure_future(core.cancel_elsewhere("x", "why")),
+    ]
+    await asyncio.sleep(0)
+    status, cancel = link.of("query")
+    found = frontend_pb2.Answer(query_id=cancel.query_id, found=True)
+    core.take(frontend_pb2.ToFrontend(answer=found))
+    content = admin_pb2.GetStatusResponse(term=7).SerializeToString()
+    answer = frontend_pb2.Answer(query_id=status.query_id, content=content)
+    core.take(frontend_pb2.ToFrontend(answer=answer))
+    assert (await asked[1], (await asked[0]).term) == (True, 7)
+
+
+async def test_a_scrape_asks_again_for_what_is_known(core, link, monkeypatch) -> None:
+    monkeypatch.setattr(remote_core, "REPORT_S", 0.01)
+    asked = asyncio.ensure_future(core.metrics_text())
+    while len(link.of("query")) < 2:  # noqa: ASYNC110 - a condition is all a test has
+        await asyncio.sleep(0.005)
+    assert [each.metrics.fresh for each in link.of("query")] == [True, False]
+    # What was counted here goes before the question.
+    assert link.said[0].metrics.text == b"counted"
+    answer = frontend_pb2.Answer(query_id=link.of("query")[1].query_id, content=b"all")
+    core.take(frontend_pb2.ToFrontend(answer=answer))
+    assert await asked == (b"all", "")
+
+
+async def test_nobody_waits_for_a_control_plane_that_is_gone(core, monkeypatch) -> None:
+    asked = asyncio.ensure_future(core.status(0))
+    await asyncio.sleep(0)
+    core.close()
+    with pytest.raises(ServiceUnavailable, match="does not answer"):
+        await asked
+    monkeypatch.setattr(remote_core, "ANSWER_S", 0.01)
+    with pytest.raises(ServiceUnavailable, match="does not answer") as caught:
+        await core.cancel_elsewhere("x", "why")
+    assert caught.value.retry_after_s
