@@ -72,6 +72,10 @@ async def serve(end: socket.socket) -> None:
 
 
 async def _serve_clients(intake: Intake, core: RemoteCore, messages: AsyncIterator[bytes]) -> None:
+    async for data in messages:
+        # Which groups serve: known before anybody can ask.
+        core.take(frontend_pb2.ToFrontend.FromString(data))
+        break
     async with anyio.create_task_group() as tasks:
         try:
             await intake.start(tasks)
