@@ -39,7 +39,7 @@ class ControlPlane:
         command += ["--http-port=0", "--grpc-port=0", "--worker-port=0", f"--announce={announce}"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen([*command, *arguments], cwd=ROOT, stderr=log)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not announce.exists():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
