@@ -100,8 +100,7 @@ class RemoteCore(WholeService):
     @override
     def call_opened(self, request_id: str) -> None:
         self._calls.add(request_id)
-        opened = frontend_pb2.CallOpened(request_id=request_id)
-        self._send(frontend_pb2.FromFrontend(call_opened=opened))
+        self._send(wire.opened_message(request_id))
 
     @override
     def call_closed(self, request_id: str) -> None:

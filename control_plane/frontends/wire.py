@@ -89,6 +89,12 @@ def event_message(event: Cancel | End | FlushCache) -> frontend_pb2.FromFrontend
             return frontend_pb2.FromFrontend(flush_cache=frontend_pb2.FlushCache())
 
 
+def opened_message(request_id: str) -> frontend_pb2.FromFrontend:
+    """A client's call arrived."""
+    opened = frontend_pb2.CallOpened(request_id=request_id)
+    return frontend_pb2.FromFrontend(call_opened=opened)
+
+
 def submit_message(request: Request, number: int, call_id: str) -> frontend_pb2.FromFrontend:
     """A choice of a call, and the number its tokens will be told by."""
     sampling = request.sampling

@@ -22,7 +22,7 @@ from scripts.cli.bench_output import (
 from scripts.control_cost.costs import FULL, QUICK, Costs, Extent, Watcher, measure
 from scripts.control_cost.peer import PeerFailed
 from scripts.control_cost.quiet_logs import quiet_logs
-from scripts.control_cost.report import document, step_table, stream_table
+from scripts.control_cost.report import document, route_table, step_table, stream_table
 from scripts.control_cost.simulated_plane import SimulationStuck
 
 GROUPS_MAX = 256
@@ -92,6 +92,7 @@ def control(
     apply          the result decoded, its tokens and blocks counted
     detokenize     a token's text, and whether it ends the answer
     stream         formatted and sent, over HTTP (server-sent events) and gRPC
+    route          the tokens of a step sent to frontends instead (--frontends)
 
     Times are of this process's processors, all its threads together.
     """
@@ -155,3 +156,4 @@ def _show(costs: Costs) -> None:
     console = tables_console()
     console.print(step_table(costs))
     console.print(stream_table(costs))
+    console.print(route_table(costs))

@@ -8,6 +8,7 @@ from statistics import median
 from control_plane.full_collections import rare_full_collections
 from scripts.cancellable import run_cancellable
 from scripts.control_cost.answer_streams import PROTOCOLS, StreamCost, measure_streams
+from scripts.control_cost.frontend_routes import measure_routes
 from scripts.control_cost.simulated_plane import APPLY, ENCODE, PLAN, SimulatedPlane
 from scripts.control_cost.step_transport import measure_transport
 
@@ -18,6 +19,8 @@ BUDGET_S = 0.001
 """What a step of 64 rows may take of one core."""
 TOKENS_AT_ONCE = (1, 8)
 """Of a stream: as they come, and coalesced."""
+FRONTENDS = (1, 2, 4)
+"""Processes that a step's tokens are sent to instead."""
 ROUNDS_PER_STEP = 0.25
 """Rounds of streams for each step that is measured: a round has as many events as a step rows."""
 
@@ -72,12 +75,21 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class RouteCost:
+    """Of the tokens of a step on their way to so many frontends."""
+
+    frontends: int
+    step: Spread
+
+
+@dataclass(frozen=True)
 class Costs:
     """What was measured of an extent."""
 
     extent: Extent
     steps: list[StepCost] = field(default_factory=list)
     streams: list[StreamCost] = field(default_factory=list)
+    routes: list[RouteCost] = field(default_factory=list)
 
 
 class Watcher:
@@ -114,6 +126,12 @@ def measure(extent: Extent, watcher: Watcher) -> Costs:
             cost = run_cancellable(measure_streams(*arguments))
             costs.streams.append(cost)
             watcher.on_done(what, cost.detokenize_s + cost.stream_s)
+    for frontends in FRONTENDS:
+        what = f"{extent.rows} tokens to frontends: {frontends}"
+        watcher.on_next(what)
+        times_s = run_cancellable(measure_routes(frontends, extent.rows, extent.steps))
+        costs.routes.append(RouteCost(frontends, Spread.of(times_s)))
+        watcher.on_done(what, costs.routes[-1].step.median_s)
     return costs
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from control_plane.intake.release import VERSION
 from scripts.control_cost.answer_streams import StreamCost
-from scripts.control_cost.costs import BUDGET_S, STAGES, Costs, Spread, StepCost
+from scripts.control_cost.costs import BUDGET_S, STAGES, Costs, RouteCost, Spread, StepCost
 from scripts.workloads.machine import machine_facts
 
 US = 1e6
@@ -58,6 +58,21 @@ def stream_table(costs: Costs) -> Table:
     return table
 
 
+def route_table(costs: Costs) -> Table:
+    """A row for every number of frontends."""
+    table = Table(
+        title=f"Processor time of the tokens of a step of {costs.extent.rows} rows on their way to "
+        "frontends, µs: median (p99)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("Frontends", "Route, a step"):
+        table.add_column(name, justify="right")
+    for cost in costs.routes:
+        table.add_row(f"{cost.frontends}", _spread(cost.step))
+    return table
+
+
 def document(costs: Costs, started: datetime, *, quick: bool) -> dict[str, object]:
     """Everything as JSON has it; nothing is rounded."""
     extent = costs.extent
@@ -72,6 +87,7 @@ def document(costs: Costs, started: datetime, *, quick: bool) -> dict[str, objec
         "budget_us": BUDGET_S * US,
         "step_costs": [_step_object(cost) for cost in costs.steps],
         "stream_costs": [_stream_object(cost) for cost in costs.streams],
+        "route_costs": [_route_object(cost) for cost in costs.routes],
     }
 
 
@@ -89,6 +105,14 @@ def _step_object(cost: StepCost) -> dict[str, object]:
         },
         "total_us": cost.total_s * US,
         "budget_share": cost.total_s / BUDGET_S,
+    }
+
+
+def _route_object(cost: RouteCost) -> dict[str, object]:
+    return {
+        "frontends": cost.frontends,
+        "median_us": cost.step.median_s * US,
+        "p99_us": cost.step.p99_s * US,
     }
 
 

@@ -39,7 +39,7 @@ def test_json_has_every_stage_of_every_point(measured):
     _, found = measured
     assert set(found) == {
         *("date", "polychip", "machine", "quick", "rows", "steps", "seed", "budget_us"),
-        *("step_costs", "stream_costs"),
+        *("step_costs", "stream_costs", "route_costs"),
     }
     assert {"processor", "cores", "python"} <= set(found["machine"])
     facts = [found[name] for name in ("quick", "rows", "steps", "seed", "budget_us")]
@@ -66,6 +66,13 @@ def test_json_has_every_kind_of_stream(measured):
         assert cost["stream_us_per_event"] > 0
 
 
+def test_json_has_every_number_of_frontends(measured):
+    _, found = measured
+    assert [cost["frontends"] for cost in found["route_costs"]] == [1, 2, 4]
+    for cost in found["route_costs"]:
+        assert 0 < cost["median_us"] <= cost["p99_us"]
+
+
 def test_tables_have_a_row_for_each(measured):
     result, found = measured
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -76,6 +83,9 @@ def test_tables_have_a_row_for_each(measured):
     assert [line[0] for line in lines if line[:1] in (["HTTP"], ["gRPC"])] == [
         *("HTTP", "HTTP", "gRPC", "gRPC")
     ]
+    for cost in found["route_costs"]:
+        row = [str(cost["frontends"]), f"{cost['median_us']:.0f}", f"({cost['p99_us']:.0f})"]
+        assert row in lines
     assert "3 groups, 50 cached blocks: " in result.stderr
 
 
