@@ -74,6 +74,14 @@ class _Scrape:
     awaited: set[Frontend]
 
 
+class _AskedCancel(NamedTuple):
+    """A question to end a call, which its owner answers."""
+
+    asker: Frontend
+    query_id: int
+    owner: Frontend
+
+
 class FrontHub:
     """For the event loop's thread only.
 
@@ -100,6 +108,8 @@ class FrontHub:
         """By the core's ids."""
         self._flushing: deque[Frontend] = deque()
         self._scrapes: list[_Scrape] = []
+        self._cancels: dict[int, _AskedCancel] = {}
+        self._last_cancel_id = 0
         self._serving = ServingChanged(())
         self._refusal: str | None = None
 
@@ -147,6 +157,8 @@ class FrontHub:
         self._sums.retire(frontend.name)
         self._scrapes = [each for each in self._scrapes if each.asker is not frontend]
         self._answer_scrapes(frontend)
+        for cancel_id in [key for key, each in self._cancels.items() if each.owner is frontend]:
+            self._answer_cancel(cancel_id, found=False)
         return len(calls)
 
     def take(self, frontend: Frontend, data: bytes) -> None:
@@ -180,6 +192,9 @@ class FrontHub:
                 frontend.refusal = message.start_refused.message
             case "refuses_new":
                 frontend.refuses_new = True
+            case "call_cancelled":
+                cancelled = message.call_cancelled
+                self._answer_cancel(cancelled.cancel_id, found=cancelled.found)
             case "pong":
                 frontend.answered = True
             case kind:
@@ -261,21 +276,34 @@ class FrontHub:
             frontend.send(wire.tokens_message(rows, prompts))
 
     def _answer(self, frontend: Frontend, query: frontend_pb2.Query) -> None:
-        answer = frontend_pb2.Answer(query_id=query.query_id)
         match query.WhichOneof("kind"):
             case "status":
-                answer.content = self._status(self.calls_count)
+                content = self._status(self.calls_count)
+                answer = frontend_pb2.Answer(query_id=query.query_id, content=content)
+                frontend.send(frontend_pb2.ToFrontend(answer=answer))
             case "metrics":
                 self._scrape(frontend, query)
-                return
             case "cancel_call":
-                owner = self._calls.get(query.cancel_call.request_id)
-                if owner is not None and owner is not frontend:
-                    answer.found = True
-                    owner.send(frontend_pb2.ToFrontend(cancel_call=query.cancel_call))
+                self._cancel(frontend, query)
             case kind:
                 raise AssertionError(kind)
-        frontend.send(frontend_pb2.ToFrontend(answer=answer))
+
+    def _cancel(self, frontend: Frontend, query: frontend_pb2.Query) -> None:
+        """Only the owner knows whether there is something to end: its client may still read."""
+        cancel = query.cancel_call
+        self._last_cancel_id += 1
+        cancel.cancel_id = self._last_cancel_id
+        owner = self._calls.get(cancel.request_id, frontend)
+        self._cancels[cancel.cancel_id] = _AskedCancel(frontend, query.query_id, owner)
+        if owner is frontend:  # which has found nothing of this id
+            self._answer_cancel(cancel.cancel_id, found=False)
+        else:
+            owner.send(frontend_pb2.ToFrontend(cancel_call=cancel))
+
+    def _answer_cancel(self, cancel_id: int, *, found: bool) -> None:
+        asker, query_id, _ = self._cancels.pop(cancel_id)
+        answer = frontend_pb2.Answer(query_id=query_id, found=found)
+        asker.send(frontend_pb2.ToFrontend(answer=answer))
 
     def _scrape(self, frontend: Frontend, query: frontend_pb2.Query) -> None:
         """The asker told what it counted just before."""

@@ -52,8 +52,8 @@ class Front(Protocol):
     def publish_verdict(self, condemn: Condemn) -> None:
         """Tells every launcher that watches here."""
 
-    def cancel(self, request_id: str, reason: str) -> None:
-        """Ends a call."""
+    def cancel(self, request_id: str, reason: str) -> bool:
+        """Ends a call; False if it is over."""
 
     def refuse(self, request_id: str, error: RequestError) -> None:
         """Ends a call whose id another intake has."""
@@ -153,7 +153,7 @@ class RemoteCore(WholeService):
                 refused = message.call_refused
                 self.front.refuse(refused.request_id, wire.error_of(refused.failure))
             case "cancel_call":
-                self.front.cancel(message.cancel_call.request_id, message.cancel_call.reason)
+                self._cancel(message.cancel_call)
             case "refuse_new":
                 self.front.refuse_new(message.refuse_new.reason)
                 self._send(frontend_pb2.FromFrontend(refuses_new=frontend_pb2.RefusesNew()))
@@ -215,6 +215,11 @@ class RemoteCore(WholeService):
         request_id = request.request_id
         call_id = request_id if request_id in self._calls else request_id.rpartition("/")[0]
         self._send(wire.submit_message(request, number, call_id))
+
+    def _cancel(self, cancel: frontend_pb2.CancelCall) -> None:
+        found = self.front.cancel(cancel.request_id, cancel.reason)
+        cancelled = frontend_pb2.CallCancelled(cancel_id=cancel.cancel_id, found=found)
+        self._send(frontend_pb2.FromFrontend(call_cancelled=cancelled))
 
     def _forget(self, request_id: str) -> None:
         number = self._numbers.pop(request_id, None)

@@ -113,9 +113,9 @@ class Intake:
         """Tells every launcher that watches that this process must be killed."""
         self._verdicts.publish(condemn)
 
-    def cancel(self, request_id: str, reason: str) -> None:
-        """Somebody asked, at another intake, to end this call."""
-        self._book.cancel(request_id, reason)
+    def cancel(self, request_id: str, reason: str) -> bool:
+        """Somebody asked, at another intake, to end this call; False if it is over."""
+        return self._book.cancel(request_id, reason)
 
     def refuse(self, request_id: str, error: RequestError) -> None:
         """Another intake has a call of this id."""

@@ -196,13 +196,23 @@ def test_a_call_can_be_cancelled_at_another_frontend(hubbed) -> None:
     a, b = hubbed.a, hubbed.b
     a.open("x")
     cancel = frontend_pb2.CancelCall(request_id="x", reason="asked to")
-    b.ask(1, cancel_call=cancel)
-    a.ask(2, cancel_call=cancel)
-    b.ask(3, cancel_call=frontend_pb2.CancelCall(request_id="y"))
-    assert a.of("cancel_call") == [cancel]
-    assert {each.query_id: each.found for each in b.of("answer")} == {1: True, 3: False}
-    # Its own it would have found itself: over by now.
+    for query_id in (1, 2, 3):
+        b.ask(query_id, cancel_call=cancel)
+    b.ask(4, cancel_call=frontend_pb2.CancelCall(request_id="y"))
+    assert [(each.request_id, each.reason) for each in a.of("cancel_call")] == [
+        ("x", "asked to")
+    ] * 3
+    assert {each.query_id: each.found for each in b.of("answer")} == {4: False}
+    # Its owner alone knows whether it is over, though its client still reads.
+    first, second, _ = (each.cancel_id for each in a.of("cancel_call"))
+    a.say(call_cancelled=frontend_pb2.CallCancelled(cancel_id=second, found=False))
+    a.say(call_cancelled=frontend_pb2.CallCancelled(cancel_id=first, found=True))
+    # Its own it would have found itself.
+    a.ask(5, cancel_call=cancel)
     assert [each.found for each in a.of("answer")] == [False]
+    hubbed.hub.detach(a)
+    assert {each.query_id for each in b.of("answer")} == {1, 2, 3, 4}
+    assert [each.query_id for each in b.of("answer") if each.found] == [1]
 
 
 def test_flushes_are_answered_in_order(hubbed) -> None:

@@ -74,8 +74,9 @@ class Front:
     def publish_verdict(self, condemn) -> None:
         self.verdicts.append(condemn)
 
-    def cancel(self, request_id, reason) -> None:
+    def cancel(self, request_id, reason) -> bool:
         self.calls.append(("cancel", request_id, reason))
+        return True
 
     def refuse(self, request_id, error) -> None:
         self.calls.append(("refuse", request_id, type(error), str(error)))

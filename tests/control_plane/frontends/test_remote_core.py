@@ -39,9 +39,17 @@ class HeardLink:
 
 
 class Front:
-    def __init__(self) -> None:
+    """Has calls of these ids in progress."""
+
+    def __init__(self, *call_ids: str) -> None:
         self.effects: list[object] = []
         self.deliver = self.effects.append
+        self._call_ids = {*call_ids}
+
+    def cancel(self, request_id: str, _reason: str) -> bool:
+        found = request_id in self._call_ids
+        self._call_ids.discard(request_id)
+        return found
 
 
 @pytest.fixture
@@ -126,6 +134,15 @@ async def test_questions_get_their_own_answers(core, link) -> None:
     answer = frontend_pb2.Answer(query_id=status.query_id, content=content)
     core.take(frontend_pb2.ToFrontend(answer=answer))
     assert (await asked[1], (await asked[0]).term) == (True, 7)
+
+
+async def test_who_asks_elsewhere_hears_whether_a_call_was_ended(core, link) -> None:
+    core.front = Front("x")
+    for cancel_id in (4, 5):
+        cancel = frontend_pb2.CancelCall(request_id="x", reason="why", cancel_id=cancel_id)
+        core.take(frontend_pb2.ToFrontend(cancel_call=cancel))
+    told = [(each.cancel_id, each.found) for each in link.of("call_cancelled")]
+    assert told == [(4, True), (5, False)]
 
 
 async def test_a_scrape_asks_again_for_what_is_known(core, link, monkeypatch) -> None:
