@@ -168,10 +168,10 @@ class FrontHub:
             case "submit":
                 self._submit(frontend, message.submit)
             case "end":
-                if self._owned.pop(message.end.request_id, None) is not None:
+                if self._disown(frontend, message.end.request_id):
                     self._post(End(message.end.request_id, message.end.output_count))
             case "cancel":
-                if self._owned.pop(message.cancel.request_id, None) is not None:
+                if self._disown(frontend, message.cancel.request_id):
                     self._post(Cancel(message.cancel.request_id, message.cancel.reason))
             case "call_opened":
                 self._open(frontend, message.call_opened.request_id)
@@ -260,6 +260,14 @@ class FrontHub:
             return
         self._owned[request_id] = _Owned(frontend, Choice(message.number, request_id))
         self._post(wire.submit_of(message))
+
+    def _disown(self, frontend: Frontend, request_id: str) -> bool:
+        """Forgets a choice; False if it is over, or another frontend's: this one was refused it."""
+        owned = self._owned.get(request_id)
+        if owned is None or owned.frontend is not frontend:
+            return False
+        del self._owned[request_id]
+        return True
 
     def _deliver_tokens(self, tokens: Tokens) -> None:
         """One message for each frontend that has a part in the step."""

@@ -165,10 +165,12 @@ def test_an_id_in_progress_is_refused_at_another_frontend(hubbed) -> None:
     (refused,) = b.of("call_refused")
     assert (refused.request_id, refused.failure.reason) == ("x", "INVALID_REQUEST")
     assert "is running already" in refused.failure.message
-    # It did not know yet: neither counts, and the other's call is not in the way of its own.
+    # It did not know yet: nothing it says of the id counts, before and after the other submits.
     b.submit("x/0", "x")
-    b.close("x")
     a.submit("x/0", "x")
+    b.say(end=frontend_pb2.EndRequest(request_id="x/0", output_count=1))
+    b.say(cancel=frontend_pb2.CancelRequest(request_id="x/0", reason="refused"))
+    b.close("x")
     assert [event.request.request_id for event in hubbed.events] == ["x/0"]
     assert hubbed.hub.calls_count == 1
     a.say(end=frontend_pb2.EndRequest(request_id="x/0", output_count=1))
