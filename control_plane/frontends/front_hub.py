@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from control_plane.errors import InvalidRequest
 from control_plane.frontends import wire
 from control_plane.frontends.request_sums import RequestSums
 from control_plane.frontends.wire import Choice
@@ -174,7 +173,7 @@ class FrontHub:
                 if self._disown(frontend, message.cancel.request_id):
                     self._post(Cancel(message.cancel.request_id, message.cancel.reason))
             case "call_opened":
-                self._open(frontend, message.call_opened.request_id)
+                self._open(frontend, message.call_opened)
             case "call_closed":
                 if self._calls.get(message.call_closed.request_id) is frontend:
                     del self._calls[message.call_closed.request_id]
@@ -209,10 +208,10 @@ class FrontHub:
                 self._deliver_tokens(effect)
             case Accepted(request_id=request_id):
                 if (owned := self._owned.get(request_id)) is not None:
-                    owned.frontend.send(wire.effect_message(effect))
-            case Failed(request_id=request_id):
+                    owned.frontend.send(wire.accepted_message(owned.choice.number, effect))
+            case Failed(request_id=request_id, error=error):
                 if (owned := self._owned.pop(request_id, None)) is not None:
-                    owned.frontend.send(wire.effect_message(effect))
+                    owned.frontend.send(wire.failed_message(owned.choice.number, error))
             case CacheFlushed():
                 self._flushing.popleft().send(wire.effect_message(effect))
             case ServingChanged():
@@ -241,10 +240,13 @@ class FrontHub:
         for frontend in self._frontends:
             frontend.send(message)
 
-    def _open(self, frontend: Frontend, request_id: str) -> None:
+    def _open(self, frontend: Frontend, opened: frontend_pb2.CallOpened) -> None:
+        request_id = opened.request_id
         if request_id in self._calls or request_id in self._owned:
             refused = frontend_pb2.CallRefused(
-                request_id=request_id, failure=wire.failure_of(taken(request_id))
+                request_id=request_id,
+                number=opened.number,
+                failure=wire.failure_of(taken(request_id)),
             )
             frontend.send(frontend_pb2.ToFrontend(call_refused=refused))
         else:
@@ -255,8 +257,7 @@ class FrontHub:
         if self._calls.get(call_id) is not frontend:
             return  # the call was refused, and its frontend does not know yet
         if request_id in self._owned or self._calls.get(request_id, frontend) is not frontend:
-            error: InvalidRequest = taken(request_id)
-            frontend.send(wire.effect_message(Failed(request_id, error)))
+            frontend.send(wire.failed_message(message.number, taken(request_id)))
             return
         self._owned[request_id] = _Owned(frontend, Choice(message.number, request_id))
         self._post(wire.submit_of(message))

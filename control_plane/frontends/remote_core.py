@@ -73,7 +73,8 @@ class RemoteCore(WholeService):
     def __init__(self, link: FrameLink, counts: Callable[[], bytes]) -> None:
         self._link = link
         self._counts = counts
-        self._calls: set[str] = set()
+        self._calls: dict[str, int] = {}
+        """Those open here, and the number of each: an id may be used again."""
         self._choices: dict[int, Choice] = {}
         """Of those the core computes, by their numbers."""
         self._numbers: dict[str, int] = {}
@@ -99,12 +100,12 @@ class RemoteCore(WholeService):
 
     @override
     def call_opened(self, request_id: str) -> None:
-        self._calls.add(request_id)
-        self._send(wire.opened_message(request_id))
+        number = self._calls[request_id] = self._next_number()
+        self._send(wire.opened_message(request_id, number))
 
     @override
     def call_closed(self, request_id: str) -> None:
-        self._calls.discard(request_id)
+        del self._calls[request_id]
         closed = frontend_pb2.CallClosed(request_id=request_id)
         self._send(frontend_pb2.FromFrontend(call_closed=closed))
         self._report_soon()
@@ -139,19 +140,21 @@ class RemoteCore(WholeService):
                 self.front.deliver(wire.tokens_of(message.tokens, self._choices))
                 self._report_soon()
             case "accepted":
-                accepted = message.accepted
-                self.front.deliver(Accepted(accepted.request_id, accepted.tokens_max))
+                if (choice := self._choices.get(message.accepted.number)) is not None:
+                    self.front.deliver(Accepted(choice.request_id, message.accepted.tokens_max))
             case "failed":
-                self._forget(message.failed.request_id)
-                error = wire.error_of(message.failed.failure)
-                self.front.deliver(Failed(message.failed.request_id, error))
+                if (choice := self._choices.get(message.failed.number)) is not None:
+                    self._forget(choice.request_id)
+                    error = wire.error_of(message.failed.failure)
+                    self.front.deliver(Failed(choice.request_id, error))
             case "cache_flushed":
                 self.front.deliver(CacheFlushed(message.cache_flushed.blocks_freed))
             case "serving_changed":
                 self.front.deliver(ServingChanged(tuple(message.serving_changed.group_ids)))
             case "call_refused":
                 refused = message.call_refused
-                self.front.refuse(refused.request_id, wire.error_of(refused.failure))
+                if self._calls.get(refused.request_id) == refused.number:
+                    self.front.refuse(refused.request_id, wire.error_of(refused.failure))
             case "cancel_call":
                 self._cancel(message.cancel_call)
             case "refuse_new":
@@ -207,14 +210,17 @@ class RemoteCore(WholeService):
             )
             self.front.deliver(Failed(request.request_id, error))
             return
-        self._last_number += 1
-        number = self._last_number
+        number = self._next_number()
         self._choices[number] = Choice(number, request.request_id)
         self._numbers[request.request_id] = number
         # Choices of one call have its id and their index; see control_plane/intake/admission.py.
         request_id = request.request_id
         call_id = request_id if request_id in self._calls else request_id.rpartition("/")[0]
         self._send(wire.submit_message(request, number, call_id))
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
 
     def _cancel(self, cancel: frontend_pb2.CancelCall) -> None:
         found = self.front.cancel(cancel.request_id, cancel.reason)

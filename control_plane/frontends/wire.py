@@ -21,7 +21,6 @@ from control_plane.scheduling.messages import (
     Cancel,
     Condemn,
     End,
-    Failed,
     FlushCache,
     PromptDelta,
     PromptScores,
@@ -35,7 +34,6 @@ from control_plane.scheduling.messages import (
 from protos import frontend_pb2
 
 FrontEvent = Submit | Cancel | End | FlushCache
-FrontEffect = Accepted | Failed | CacheFlushed | ServingChanged
 
 _KINDS: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
 _ERRORS = {kind.reason: kind for kind in _KINDS}
@@ -89,9 +87,9 @@ def event_message(event: Cancel | End | FlushCache) -> frontend_pb2.FromFrontend
             return frontend_pb2.FromFrontend(flush_cache=frontend_pb2.FlushCache())
 
 
-def opened_message(request_id: str) -> frontend_pb2.FromFrontend:
-    """A client's call arrived."""
-    opened = frontend_pb2.CallOpened(request_id=request_id)
+def opened_message(request_id: str, number: int) -> frontend_pb2.FromFrontend:
+    """A client's call arrived; a refusal names the number."""
+    opened = frontend_pb2.CallOpened(request_id=request_id, number=number)
     return frontend_pb2.FromFrontend(call_opened=opened)
 
 
@@ -177,15 +175,21 @@ def submit_of(message: frontend_pb2.SubmitRequest) -> Submit:
 # ---------------------------------------------------------------- effects
 
 
-def effect_message(effect: FrontEffect) -> frontend_pb2.ToFrontend:
-    """Any effect for intake but tokens."""
+def accepted_message(number: int, effect: Accepted) -> frontend_pb2.ToFrontend:
+    """The choice of this number is queued."""
+    accepted = frontend_pb2.RequestAccepted(number=number, tokens_max=effect.tokens_max)
+    return frontend_pb2.ToFrontend(accepted=accepted)
+
+
+def failed_message(number: int, error: RequestError) -> frontend_pb2.ToFrontend:
+    """The choice of this number is over."""
+    failed = frontend_pb2.RequestFailed(number=number, failure=failure_of(error))
+    return frontend_pb2.ToFrontend(failed=failed)
+
+
+def effect_message(effect: CacheFlushed | ServingChanged) -> frontend_pb2.ToFrontend:
+    """An effect that is about no request."""
     match effect:
-        case Accepted(request_id=request_id, tokens_max=tokens_max):
-            accepted = frontend_pb2.RequestAccepted(request_id=request_id, tokens_max=tokens_max)
-            return frontend_pb2.ToFrontend(accepted=accepted)
-        case Failed(request_id=request_id, error=error):
-            failed = frontend_pb2.RequestFailed(request_id=request_id, failure=failure_of(error))
-            return frontend_pb2.ToFrontend(failed=failed)
         case CacheFlushed(blocks_freed=blocks_freed):
             flushed = frontend_pb2.CacheFlushed(blocks_freed=blocks_freed)
             return frontend_pb2.ToFrontend(cache_flushed=flushed)

@@ -35,7 +35,7 @@ async def measure_routes(frontends_count: int, rows_count: int, steps_count: int
         request_ids = [f"request {index:024}" for index in range(rows_count)]
         for number, request_id in enumerate(request_ids):
             frontend = frontends[number % frontends_count]
-            hub.take(frontend, wire.opened_message(request_id).SerializeToString())
+            hub.take(frontend, wire.opened_message(request_id, number).SerializeToString())
             request = Request(request_id, (1,), Sampling(temperature=0.0, seed=1))
             submit = wire.submit_message(request, number, request_id)
             hub.take(frontend, submit.SerializeToString())

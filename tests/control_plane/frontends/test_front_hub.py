@@ -48,8 +48,11 @@ class PlayedFrontend(Frontend):
     def say(self, **kinds) -> None:
         self._take(self, frontend_pb2.FromFrontend(**kinds).SerializeToString())
 
-    def open(self, request_id: str) -> None:
-        self.say(call_opened=frontend_pb2.CallOpened(request_id=request_id))
+    def open(self, request_id: str) -> int:
+        self._numbers += 1
+        opened = frontend_pb2.CallOpened(request_id=request_id, number=self._numbers)
+        self.say(call_opened=opened)
+        return self._numbers
 
     def close(self, request_id: str) -> None:
         self.say(call_closed=frontend_pb2.CallClosed(request_id=request_id))
@@ -124,7 +127,7 @@ def test_each_frontend_hears_of_its_own_requests_in_one_message_a_step(hubbed) -
     scores = PromptScores((-0.5,))
     hub.deliver(Tokens((), (PromptDelta("b0", 1, scores),)))
     assert not a.of("accepted")
-    assert [(each.request_id, each.tokens_max) for each in b.of("accepted")] == [("b0", 9)]
+    assert [(each.number, each.tokens_max) for each in b.of("accepted")] == [(numbers["b0"], 9)]
     (told,) = a.of("tokens")
     assert list(told.number) == [numbers["a0"], numbers["a1"]]
     told, scored = b.of("tokens")
@@ -142,8 +145,7 @@ def test_facts_are_told_when_they_change(hubbed) -> None:
 
 def test_ends_and_cancels_reach_the_core_once(hubbed) -> None:
     a, hub = hubbed.a, hubbed.hub
-    for each in ("ended", "cancelled", "failed"):
-        a.begin(each)
+    numbers = {each: a.begin(each) for each in ("ended", "cancelled", "failed")}
     hubbed.events.clear()
     a.say(end=frontend_pb2.EndRequest(request_id="ended", output_count=4))
     a.say(cancel=frontend_pb2.CancelRequest(request_id="cancelled", reason="why"))
@@ -154,16 +156,17 @@ def test_ends_and_cancels_reach_the_core_once(hubbed) -> None:
     assert hubbed.events == [End("ended", 4), Cancel("cancelled", "why")]
     assert not a.of("tokens")
     (failed,) = a.of("failed")
-    assert failed.request_id == "failed"
+    assert failed.number == numbers["failed"]
     assert (failed.failure.reason, failed.failure.retry_after_s) == ("CANCELLED", 2.0)
 
 
 def test_an_id_in_progress_is_refused_at_another_frontend(hubbed) -> None:
     a, b = hubbed.a, hubbed.b
     a.open("x")
-    b.open("x")
+    number = b.open("x")
     (refused,) = b.of("call_refused")
-    assert (refused.request_id, refused.failure.reason) == ("x", "INVALID_REQUEST")
+    assert (refused.request_id, refused.number) == ("x", number)
+    assert refused.failure.reason == "INVALID_REQUEST"
     assert "is running already" in refused.failure.message
     # It did not know yet: nothing it says of the id counts, before and after the other submits.
     b.submit("x/0", "x")
@@ -188,9 +191,9 @@ def test_ids_of_choices_are_refused_too(hubbed) -> None:
     assert [each.request_id for each in b.of("call_refused")] == ["x/0"]
     b.open("y/0")
     a.open("y")
-    a.submit("y/0", "y")
+    number = a.submit("y/0", "y")
     (failed,) = a.of("failed")
-    assert (failed.request_id, failed.failure.reason) == ("y/0", "INVALID_REQUEST")
+    assert (failed.number, failed.failure.reason) == (number, "INVALID_REQUEST")
     assert len(hubbed.events) == 1
 
 

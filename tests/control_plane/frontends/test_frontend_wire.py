@@ -1,7 +1,6 @@
 """Everything that passes between a frontend and the core comes out as it went in."""
 
 from dataclasses import fields, replace
-from typing import get_args
 
 import pytest
 
@@ -9,7 +8,7 @@ from control_plane.config import ControlPlaneConfig, SchedulingConfig
 from control_plane.errors import RequestError
 from control_plane.frontends import wire
 from control_plane.frontends.remote_core import RemoteCore
-from control_plane.frontends.wire import Choice, FrontEffect
+from control_plane.frontends.wire import Choice
 from control_plane.request import Request, Sampling
 from control_plane.scheduling.messages import (
     Accepted,
@@ -20,6 +19,7 @@ from control_plane.scheduling.messages import (
     PromptScores,
     RequestFacts,
     ServingChanged,
+    Submit,
     TokenDelta,
     Tokens,
     TopTokens,
@@ -119,28 +119,30 @@ def test_the_full_request_leaves_nothing_at_its_default() -> None:
 
 
 ERRORS = [RequestError, *RequestError.__subclasses__()]
-EFFECTS = [
-    Accepted("x", 2**40),
-    CacheFlushed(12),
-    ServingChanged(("g0", "g1")),
-    ServingChanged(()),
-    *(Failed("x", kind("why", field="f", retry_after_s=0.5)) for kind in ERRORS),
-    Failed("x", ERRORS[1]("why")),
-]
+EFFECTS = [Accepted("x", 2**40), CacheFlushed(12), ServingChanged(("g0", "g1")), ServingChanged(())]
 
 
 def test_effects(core, front) -> None:
-    for effect in EFFECTS:
+    core.post(Submit(replace(PLAIN, request_id="x")))
+    accepted, *others = EFFECTS
+    core.take(through(wire.accepted_message(1, accepted)))
+    for effect in others:
         core.take(through(wire.effect_message(effect)))
-    assert {type(effect) for effect in EFFECTS} == set(get_args(FrontEffect))
-    assert [as_values(effect) for effect in front.effects] == [as_values(e) for e in EFFECTS]
+    assert front.effects == EFFECTS
 
 
-def as_values(effect) -> object:
-    if not isinstance(effect, Failed):
-        return effect
-    error = effect.error
-    return effect.request_id, type(error), error.message, error.field, error.retry_after_s
+def test_errors(core, front) -> None:
+    errors = [kind("why", field="f", retry_after_s=0.5) for kind in ERRORS]
+    errors.append(ERRORS[1]("why"))
+    for number, error in enumerate(errors, 1):
+        core.post(Submit(PLAIN))
+        core.take(through(wire.failed_message(number, error)))
+    assert all(isinstance(effect, Failed) for effect in front.effects)
+    assert [as_values(effect.error) for effect in front.effects] == list(map(as_values, errors))
+
+
+def as_values(error) -> tuple[object, ...]:
+    return type(error), error.message, error.field, error.retry_after_s
 
 
 def test_tokens() -> None:
@@ -180,8 +182,12 @@ def test_verdicts_and_orders(core, front) -> None:
     condemn = Condemn("chip0", 2**63 + 1, 4321, "frozen")
     core.take(through(wire.condemned_message(condemn)))
     error = ERRORS[1]("taken")
-    refused = frontend_pb2.CallRefused(request_id="x", failure=wire.failure_of(error))
-    core.take(frontend_pb2.ToFrontend(call_refused=refused))
+    core.call_opened("x")
+    for number in (7, 1):
+        refused = frontend_pb2.CallRefused(
+            request_id="x", number=number, failure=wire.failure_of(error)
+        )
+        core.take(frontend_pb2.ToFrontend(call_refused=refused))
     cancel = frontend_pb2.CancelCall(request_id="y", reason="asked to")
     core.take(frontend_pb2.ToFrontend(cancel_call=cancel))
     core.take(frontend_pb2.ToFrontend(refuse_new=frontend_pb2.RefuseNew(reason="draining")))

@@ -90,14 +90,19 @@ async def test_tokens_of_a_choice_that_is_over_are_dropped(core, link) -> None:
     for request_id in ("ended", "cancelled", "failed", "goes on"):
         core.post(submit(request_id))
     numbers = [each.number for each in link.of("submit")]
+    core.front.effects.clear()
     core.post(End("ended", 3))
     core.post(Cancel("cancelled", "why"))
     failed = frontend_pb2.RequestFailed(
-        request_id="failed", failure=frontend_pb2.Failure(reason="UNAVAILABLE", message="why")
+        number=numbers[2], failure=frontend_pb2.Failure(reason="UNAVAILABLE", message="why")
     )
-    core.take(frontend_pb2.ToFrontend(failed=failed))
+    for _ in range(2):
+        core.take(frontend_pb2.ToFrontend(failed=failed))
+    accepted = frontend_pb2.RequestAccepted(number=numbers[0], tokens_max=5)
+    core.take(frontend_pb2.ToFrontend(accepted=accepted))
     core.take(tokens(*numbers))
-    told = core.front.effects[-1]
+    over, told = core.front.effects
+    assert (over.request_id, over.error.reason) == ("failed", "UNAVAILABLE")
     assert told == Tokens((TokenDelta("goes on", 0, (3,), (), RequestFacts()),))
     assert [(each.request_id, each.output_count) for each in link.of("end")] == [("ended", 3)]
     assert [each.reason for each in link.of("cancel")] == ["why"]
@@ -116,7 +121,8 @@ async def test_what_the_core_cannot_take_is_refused_but_not_what_ends_it(core, l
     assert [each.WhichOneof("kind") for each in link.said] == ["submit", "end", "flush_cache"]
     link.backlog_bytes = 0
     core.post(submit("again"))
-    accepted = frontend_pb2.RequestAccepted(request_id="again", tokens_max=5)
+    number = link.of("submit")[-1].number
+    accepted = frontend_pb2.RequestAccepted(number=number, tokens_max=5)
     core.take(frontend_pb2.ToFrontend(accepted=accepted))
     assert core.front.effects[-1] == Accepted("again", 5)
 
