@@ -248,6 +248,16 @@ async def test_a_killed_frontend_costs_only_its_own_streams(serving):
     assert line["calls_cancelled"] == codes.count(grpc.StatusCode.UNAVAILABLE)
 
 
+async def test_a_frozen_frontend_is_killed_and_replaced(serving, monkeypatch):
+    monkeypatch.setattr(front_processes, "PING_INTERVAL_S", 1.0)
+    with capture_logs() as logs:
+        async with serving():
+            (pid,) = pids(logs, "frontend1")
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: len(pids(logs, "frontend1")) == 2)
+    assert pid in [line["pid"] for line in logs if line["event"] == "frontend.frozen"]
+
+
 def pids(logs: list[dict[str, object]], name: str) -> list[int]:
     """Processes of this frontend that took clients, in their order."""
     found = [line for line in logs if line["event"] == "frontend.listening"]
