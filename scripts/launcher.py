@@ -242,8 +242,9 @@ class Launcher:
             for line in [line for line in lines if line not in last]:
                 self._report(line)
             # A worker that is tried again and again has the same reason each time.
-            for name in [name for name in reasons if told.get(name) != reasons[name]]:
-                self._report(f"{name} is unavailable: {reasons[name]}")
+            news = {name: why for name, why in reasons.items() if told.get(name) != why}
+            for line in unavailable_lines(news):
+                self._report(line)
             told |= reasons
             last = lines
             await anyio.sleep(PROGRESS_POLL_READY_S if self._ready else PROGRESS_POLL_S)
@@ -313,6 +314,17 @@ def unavailable_reasons(status: Mapping[str, object]) -> dict[str, str]:
     workers = status["workers"]
     assert isinstance(workers, list)
     return {worker["id"]: worker["reason"] for worker in workers if worker["state"] == UNAVAILABLE}
+
+
+def unavailable_lines(reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason, with all the workers that have it."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return [
+        f"{', '.join(alike)} {'is' if len(alike) == 1 else 'are'} unavailable: {reason}"
+        for reason, alike in names.items()
+    ]
 
 
 def was_usable(status: Mapping[str, object], name: str, pid: int) -> bool | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chip_worker.exit_code import ExitCode
-from scripts.launcher import RestartPause, was_usable
+from scripts.launcher import RestartPause, unavailable_lines, was_usable
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
@@ -335,6 +335,14 @@ def test_an_unavailable_chip_is_named_with_the_reason_whenever_that_changes(
         running.wait_for(lambda: running.text().count("chip0 x\n") == times)  # noqa: B023
     assert running.text().count("chip1 is unavailable: burnt") == 1
     assert running.text().count("chip1 is unavailable: gone") == 1
+
+
+def test_a_reason_that_several_chips_have_is_told_once() -> None:
+    reasons = {"chip0": "burnt", "chip1": "gone", "chip2": "burnt"}
+    assert unavailable_lines(reasons) == [
+        "chip0, chip2 are unavailable: burnt",
+        "chip1 is unavailable: gone",
+    ]
 
 
 def test_the_pause_grows_and_forgets() -> None:
