@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from backends.errors import CommunicatorError
+from backends.native_call import NativeCall
 
 FUSED_BYTES_MAX = 64 << 10
 """Where a message costs some tens of microseconds and a gigabyte a tenth of a second."""
@@ -93,6 +94,18 @@ class Communicator(ABC):
     @abstractmethod
     def receive(self, tensor: torch.Tensor, peer: int) -> Work:
         """Receives from one rank, in place."""
+
+    def native_all_reduce(self, tensor: torch.Tensor) -> NativeCall | None:  # noqa: ARG002
+        """`all_reduce` of this tensor and the wait for it, for a captured program.
+
+        Default: None, it is called from Python.
+        """
+        return None
+
+    @property
+    def native_calls_ns(self) -> int:
+        """How long such calls took so far, all together."""
+        return 0
 
     @property
     def fused_bytes_max(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from backends.arena import Arena, WholeArena
+from backends.native_call import NativeForm, no_native_form
 from backends.plugin import ChipDescription
 from backends.scratch import Lifetime, ScratchArena
 from backends.weight_form import WeightForm
@@ -219,10 +220,16 @@ class Device(ABC):
         """Whether a step of a model can be captured: what changes is found in the bound cache."""
         return False
 
-    def in_order(self, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+    def in_order(
+        self,
+        call: Callable[..., None],
+        *tensors: torch.Tensor,
+        native: NativeForm = no_native_form,  # noqa: ARG002 - for devices that capture
+    ) -> None:
         """Calls what is no kernel, such as a collective, on tensors of the chip.
 
-        Within a capture it is recorded: called at every replay, with the same bytes.
+        Within a capture it is recorded: called at every replay, with the same bytes. native: gives
+        what a program may call in its place, without Python.
         """
         call(*tensors)
 

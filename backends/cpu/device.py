@@ -18,6 +18,7 @@ from backends.cpu.kernel_library import FORMS, Engine, PackedMatrix, packed_byte
 from backends.cpu.program import ProgramMemory, RecordedProgram, Recorder
 from backends.device import CapturedProgram, Device, Matrix, MemoryInfo
 from backends.errors import BackendUnavailable, OutOfMemory, UnsupportedOperation
+from backends.native_call import NativeForm, no_native_form
 from backends.scratch import Lifetime
 from backends.weight_form import WeightForm
 
@@ -175,11 +176,16 @@ class CpuDevice(Device):
         return RecordedProgram(parts, function)
 
     @override
-    def in_order(self, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+    def in_order(
+        self,
+        call: Callable[..., None],
+        *tensors: torch.Tensor,
+        native: NativeForm = no_native_form,
+    ) -> None:
         if self._recorder is None:
             call(*tensors)
         else:
-            self._recorder.add_call(call, *tensors)
+            self._recorder.add_call(call, *tensors, native=native)
 
     @override
     def copy_each(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,10 @@
 """A step as one native program: what kernels would compute is recorded, and run without Python.
 
-    function()   linear  norm  rotary ...  all_reduce   linear ...
-                 └──── native part ─────┘  Python part  └─ native part ─┘
+    function()   linear  norm  all_reduce  linear ...   a call        linear ...
+                 └────────── native part ───────────┘  Python part  └─ native part ─┘
+
+Calls that have a native form, as the collectives through shared memory have, are within native
+parts: then the whole program is one.
 
 What recorded operations return lies in memory that all programs of a chip share, for they run one
 after the other: what a program gave is gone when the next one runs.
@@ -22,6 +25,7 @@ from typing_extensions import override
 
 from backends.cpu.kernel_library import Engine
 from backends.device import CapturedProgram
+from backends.native_call import NativeCall, NativeForm
 from backends.scratch import Lifetime, ScratchArena
 
 SLAB_BYTES = 4 << 20
@@ -88,17 +92,25 @@ class Recorder:
         self._engine = engine
         self.parts: list[Callable[[], None]] = []
         engine.recorded_outputs = memory
-        self._begin_native()
+        self._native = self._begin_native()
 
-    def _begin_native(self) -> None:
+    def _begin_native(self) -> "_NativePart":
         part = _NativePart(self._engine)
         self.parts.append(part)
         self._engine.library.polychip_record(self._engine.address, part.address)
+        return part
 
-    def add_call(self, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+    def add_call(
+        self, call: Callable[..., None], *tensors: torch.Tensor, native: NativeForm
+    ) -> None:
         """`call` with the bytes of the tensors, whose places others may have before and after."""
-        self.parts.append(partial(call, *map(_borrowed, tensors)))
-        self._begin_native()
+        borrowed = [_borrowed(tensor) for tensor in tensors]
+        native_call = native(*borrowed)
+        if native_call is not None:
+            self._native.add_call(native_call)
+            return
+        self.parts.append(partial(call, *borrowed))
+        self._native = self._begin_native()
 
     def end(self) -> None:
         """The engine computes again."""
@@ -115,23 +127,31 @@ class RecordedProgram(CapturedProgram):
 
     @override
     def replay(self) -> None:
-        """Computes it; returns when it is done. Raises what a call of Python in it raises."""
+        """Computes it; returns when it is done. Raises what a call in it raises."""
         for part in self._parts:
             part()
 
 
 class _NativePart:
-    """Native operations one after the other."""
+    """Native operations and calls one after the other."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._calls: list[NativeCall] = []
         self._run = engine.library.polychip_program_run
         self.address: int = engine.library.polychip_program_make()
         free = engine.library.polychip_program_free
         weakref.finalize(self, free, self.address).atexit = False
 
+    def add_call(self, call: NativeCall) -> None:
+        self._calls.append(call)
+        self._engine.library.polychip_program_call(self.address, call.function, call.context)
+
     def __call__(self) -> None:
-        self._run(self._engine.address, self.address)
+        made = self._run(self._engine.address, self.address, 0)
+        while made >= 0:
+            self._calls[made - 1].finish()
+            made = self._run(self._engine.address, self.address, made)
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:

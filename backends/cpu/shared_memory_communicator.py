@@ -1,5 +1,6 @@
 """Collectives between ranks that share memory; see docs/collectives.md."""
 
+import ctypes
 import time
 import zlib
 from functools import cache
@@ -18,6 +19,7 @@ from backends.cpu.shared_memory_library import (
 )
 from backends.errors import CommunicatorError
 from backends.gloo_rendezvous import GlooRendezvous
+from backends.native_call import NativeCall
 
 
 class SharedMemoryWork(Work):
@@ -97,6 +99,17 @@ class SharedMemoryCommunicator(Communicator):
         return self._submit(Kind.ALL_REDUCE, tensor, tensor, tensor.nbytes)
 
     @override
+    def native_all_reduce(self, tensor: torch.Tensor) -> NativeCall | None:
+        _check_memory(tensor)
+        code = _operation_code(Kind.ALL_REDUCE, tensor.dtype, -1)
+        return _NativeAllReduce(self._end, code, tensor)
+
+    @property
+    @override
+    def native_calls_ns(self) -> int:
+        return self._end.called_ns
+
+    @override
     def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> Work:
         self._check_parts("output", output, tensor)
         return self._submit(Kind.ALL_GATHER, tensor, output, tensor.nbytes)
@@ -148,10 +161,7 @@ class SharedMemoryCommunicator(Communicator):
         if target is not source:
             _check_memory(target)
         code = _operation_code(kind, source.dtype, peer)
-        number = self._end.submit(code, source, target, part_bytes)
-        if number == 0:
-            raise CommunicatorError(f"{kind.name.lower()}: the communicator is closed or broken")
-        return SharedMemoryWork(self._end, kind, number)
+        return _work(self._end, kind, self._end.submit(code, source, target, part_bytes))
 
     @override
     def abort(self) -> None:
@@ -163,6 +173,28 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         self._rendezvous = None
         self._end.leave()
+
+
+class _NativeAllReduce(NativeCall):
+    """Keeps the end: the native communicator is there for as long as a program may call it."""
+
+    def __init__(self, end: SharedMemoryEnd, code: int, tensor: torch.Tensor) -> None:
+        self._end = end
+        self._call = end.repeated_call(code, tensor, tensor, tensor.nbytes)
+        self.function = end.call_function
+        self.context = ctypes.addressof(self._call)
+
+    @override
+    def finish(self) -> None:
+        """It failed, or a signal ended the wait."""
+        _work(self._end, Kind.ALL_REDUCE, self._call.number).wait()
+
+
+def _work(end: SharedMemoryEnd, kind: Kind, number: int) -> Work:
+    """Of an operation that was submitted. number: 0 if it was refused."""
+    if number == 0:
+        raise CommunicatorError(f"{kind.name.lower()}: the communicator is closed or broken")
+    return SharedMemoryWork(end, kind, number)
 
 
 def _check_memory(tensor: torch.Tensor) -> None:

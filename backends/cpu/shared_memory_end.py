@@ -14,6 +14,7 @@ from backends.cpu.shared_memory_library import (
     FailureKind,
     Geometry,
     Library,
+    RepeatedCall,
     Status,
     Timing,
 )
@@ -99,6 +100,7 @@ class SharedMemoryEnd:
         self._segment = segment
         # Read without a call: asked before and after nearly every operation.
         self._oldest = ctypes.c_uint64.from_address(library.oldest(self._pointer))
+        self._called_ns = ctypes.c_int64.from_address(library.called_ns(self._pointer))
         self._held: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
 
     def __del__(self) -> None:
@@ -132,6 +134,22 @@ class SharedMemoryEnd:
         if number >= self._oldest.value:
             held.append((number, source, target))
         return number
+
+    def repeated_call(
+        self, code: int, source: torch.Tensor, target: torch.Tensor, part_bytes: int
+    ) -> RepeatedCall:
+        """What `call_function` is given to submit the operation and to wait for it."""
+        return RepeatedCall(self._pointer, code, source.data_ptr(), target.data_ptr(), part_bytes)
+
+    @property
+    def call_function(self) -> int:
+        """Address of the function; see native/api.cpp."""
+        return self._library.call_address
+
+    @property
+    def called_ns(self) -> int:
+        """How long its calls took so far."""
+        return self._called_ns.value
 
     def finished(self, number: int) -> bool:
         """True if it and all operations before it finished well; costs no call."""

@@ -12,7 +12,7 @@ import torch
 from backends.errors import BackendUnavailable
 
 LIBRARY_PATH = Path(__file__).parent / "native" / "build" / "libpolychip_collectives.so"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """The layout this module was written for; kLayoutVersion in native/layout.h."""
 
 RANKS_MAX = 64
@@ -103,6 +103,19 @@ class Timing(ctypes.Structure):
     )
 
 
+class RepeatedCall(ctypes.Structure):
+    """A collective as a captured program calls it; RepeatedCall in native/api.cpp."""
+
+    _fields_ = (
+        ("communicator", ctypes.c_void_p),
+        ("code", ctypes.c_uint64),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+    )
+
+
 _POINTER, _RANK, _NUMBER = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
 _WORD = ctypes.c_uint32
 
@@ -117,6 +130,8 @@ _FUNCTIONS = {
     "submit": (_NUMBER, (_POINTER, ctypes.c_uint64, _POINTER, _POINTER, ctypes.c_uint64)),
     "poll": (ctypes.c_int32, (_POINTER, _NUMBER)),
     "wait": (ctypes.c_int32, (_POINTER, _NUMBER, ctypes.c_int64)),
+    "call": (ctypes.c_int32, (_POINTER,)),
+    "called_ns": (_POINTER, (_POINTER,)),
     "oldest": (_POINTER, (_POINTER,)),
     "failure": (_WORD, (_POINTER, ctypes.c_char_p, ctypes.c_uint64)),
     "abort": (None, (_POINTER,)),
@@ -150,6 +165,8 @@ class Library:
         self.submit = loaded.polychip_submit
         self.poll = loaded.polychip_poll
         self.wait = loaded.polychip_wait
+        self.call_address: int = ctypes.cast(loaded.polychip_call, _POINTER).value or 0
+        self.called_ns = loaded.polychip_called_ns
         self.oldest = loaded.polychip_oldest
         self.failure = loaded.polychip_failure
         self.abort = loaded.polychip_abort

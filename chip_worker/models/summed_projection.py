@@ -59,7 +59,11 @@ class SummedProjection:
 def sum_over_ranks(device: Device, communicator: Communicator, tensor: torch.Tensor) -> None:
     """In place, on all ranks, in order with kernels."""
     if communicator.world_size > 1:
-        device.in_order(lambda part: communicator.all_reduce(part).wait_stream(), tensor)
+        device.in_order(
+            lambda part: communicator.all_reduce(part).wait_stream(),
+            tensor,
+            native=communicator.native_all_reduce,
+        )
 
 
 def _chunks(tokens: int) -> Iterator[slice]:

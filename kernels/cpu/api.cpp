@@ -56,8 +56,16 @@ POLYCHIP_EXPORT void polychip_record(Engine* engine, Program* program) noexcept 
   engine->recording = program;
 }
 
-POLYCHIP_EXPORT void polychip_program_run(Engine* engine, const Program* program) noexcept {
-  program->run(engine->pool);
+// See Program::add_call. `context` must stay as long as the program; `function` may throw nothing.
+POLYCHIP_EXPORT void polychip_program_call(Program* program, CallFunction function,
+                                           void* context) noexcept {
+  program->add_call(function, context);
+}
+
+// See Program::run.
+POLYCHIP_EXPORT std::int32_t polychip_program_run(Engine* engine, const Program* program,
+                                                  std::int32_t calls_done) noexcept {
+  return program->run(engine->pool, calls_done);
 }
 
 // Null if there is no memory. number: a Number. form: a Form.

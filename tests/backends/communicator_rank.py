@@ -135,11 +135,36 @@ def check_messages(communicator, device, everyone):
 def endless(communicator, device):
     """Sums until it fails; the test kills or stops a rank."""
     tensor = device.to_chip(torch.zeros(64, 576))
+    return until_it_fails(lambda: communicator.all_reduce(tensor).wait())
+
+
+def replaying(communicator, device):
+    """The same with a captured program of many sums."""
+    tensor = device.to_chip(torch.zeros(64, 576))
+
+    def sums():
+        for _ in range(30):
+            device.in_order(
+                lambda part: communicator.all_reduce(part).wait_stream(),
+                tensor,
+                native=communicator.native_all_reduce,
+            )
+
+    program = device.capture(sums)
+
+    def replay():
+        program.replay()
+        device.synchronize()
+
+    return until_it_fails(replay)
+
+
+def until_it_fails(function):
     step = 0
     while True:
         started = time.monotonic()
         try:
-            communicator.all_reduce(tensor).wait()
+            function()
         except CommunicatorError as error:
             seconds = time.monotonic() - started
             return {"error": type(error).__name__, "seconds": seconds, "retryable": error.retryable}
@@ -179,6 +204,7 @@ def fusing(communicator, device):
 SCENARIOS = {
     "operations": operations,
     "endless": endless,
+    "replaying": replaying,
     "impatient": endless,
     "fusing": fusing,
 }

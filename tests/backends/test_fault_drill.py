@@ -39,8 +39,9 @@ process along."""
 
 
 @pytest.mark.covers("peer killed")
-def test_a_killed_peer_is_noticed_by_all_others_at_once(start_ranks):
-    ranks = start_ranks("endless", 3)
+@pytest.mark.parametrize("scenario", ["endless", "replaying"])
+def test_a_killed_peer_is_noticed_by_all_others_at_once(start_ranks, scenario):
+    ranks = start_ranks(scenario, 3)
     ranks.wait_until_working()
     ranks.processes[1].kill()
     for survivor in (0, 2):

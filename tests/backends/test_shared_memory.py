@@ -19,8 +19,7 @@ import torch
 
 from backends.cpu.plugin import CpuBackend
 from backends.cpu.runtime import CpuRuntime
-from backends.cpu.shared_memory_communicator import SharedMemoryCommunicator
-from backends.cpu.shared_memory_end import SharedMemoryEnd, SharedMemorySettings
+from backends.cpu.shared_memory_end import SharedMemorySettings
 from backends.cpu.shared_memory_join import Refusal, join_shared_memory
 from backends.cpu.shared_memory_library import LIBRARY_PATH, SUM_TYPES, Library
 from backends.cpu.shared_memory_segment import FOLDER, Segment
@@ -33,6 +32,7 @@ from backends.errors import (
 )
 from backends.gloo_rendezvous import GlooRendezvous
 from backends.interface import BackendConfig, GroupPlace
+from tests.fakes.shared_memory_ranks import open_communicators
 
 ROOT = Path(__file__).parents[2]
 STRESS = Path(__file__).with_name("collective_stress.py")
@@ -51,18 +51,7 @@ class Ranks:
         self.communicators = []
 
     def form(self, world_size=2, deadline_s=BOUND_S, settings=SMALL):
-        library, geometry = Library(), settings.geometry(world_size)
-        segment = Segment.create("test", library.segment_bytes_for(geometry))
-        segment.close()
-        timing = settings.timing(deadline_s)
-        ends = [
-            SharedMemoryEnd(library, segment, rank, geometry, timing) for rank in range(world_size)
-        ]
-        for end in ends:
-            end.join(1)
-        for rank, end in enumerate(ends):
-            end.start()
-            self.communicators.append(SharedMemoryCommunicator(end, rank, world_size, None))
+        self.communicators = open_communicators(world_size, deadline_s, settings)
         return self.communicators
 
     def together(self, function):

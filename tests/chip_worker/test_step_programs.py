@@ -5,12 +5,17 @@ import random
 import pytest
 
 from backends.cpu.device import CpuDevice
+from backends.cpu.shared_memory_library import LIBRARY_PATH
 from backends.errors import OutOfMemory
 from chip_worker.batch import RowWants, StepRow
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.compute_group import ComputeGroup, admission
+from tests.fakes.shared_memory_ranks import SharedMemoryRuntime
 from tests.fakes.tiny_gemma import TinyGemma
 
+NATIVE_COLLECTIVES = pytest.mark.skipif(
+    not LIBRARY_PATH.exists(), reason="no compiler: scripts/setup built no native collectives"
+)
 SLOTS, CONTEXT, BLOCK_TOKENS = 4, 64, 4
 WANTS = RowWants(logprobs=True, logits=True)
 
@@ -61,11 +66,20 @@ def served(group, seed):
     return results
 
 
-@pytest.mark.parametrize(("ranks", "weights"), [(1, "auto"), (2, "auto"), (1, "int8")])
-def test_captured_steps_compute_the_same_bits(path, ranks, weights):
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"weights": "int8"}),
+        pytest.param(2, {"runtime_class": SharedMemoryRuntime}, marks=NATIVE_COLLECTIVES),
+        pytest.param(3, {"runtime_class": SharedMemoryRuntime}, marks=NATIVE_COLLECTIVES),
+    ],
+)
+def test_captured_steps_compute_the_same_bits(path, ranks, settings):
     form = {"slots": SLOTS, "context_tokens": CONTEXT, "block_tokens": BLOCK_TOKENS}
-    captured = ComputeGroup.open(path, ranks, weights=weights).form(**form)
-    computed = ComputeGroup.open(path, ranks, weights=weights, captured_tokens=0).form(**form)
+    captured = ComputeGroup.open(path, ranks, **settings).form(**form)
+    computed = ComputeGroup.open(path, ranks, captured_tokens=0, **settings).form(**form)
     for seed in range(3):
         assert served(captured, seed) == served(computed, seed)
         for group in (captured, computed):

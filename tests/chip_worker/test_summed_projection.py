@@ -29,7 +29,7 @@ class HostMemory:
     def copy(self, source, target):
         target.copy_(source)
 
-    def in_order(self, call, *tensors):
+    def in_order(self, call, *tensors, native):  # noqa: ARG002
         call(*tensors)
 
 

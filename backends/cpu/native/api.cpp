@@ -63,6 +63,24 @@ POLYCHIP_EXPORT std::int32_t polychip_wait(Communicator* communicator, std::uint
   return static_cast<std::int32_t>(communicator->wait(number, timeout_ns));
 }
 
+// An operation that native code asks for again and again; its owner keeps it.
+struct RepeatedCall {
+  Communicator* communicator;
+  polychip::Request request;
+  std::uint64_t number;  // of the last one asked for; 0 if the communicator was broken
+};
+
+// Such code gets the address of this function. Not 0: the operation failed, or a signal ended the wait.
+POLYCHIP_EXPORT std::int32_t polychip_call(void* context) noexcept {
+  auto* const call = static_cast<RepeatedCall*>(context);
+  return call->communicator->call(call->request, call->number) == polychip::Status::kDone ? 0 : 1;
+}
+
+// Where the nanoseconds stand that such calls took.
+POLYCHIP_EXPORT const void* polychip_called_ns(Communicator* communicator) noexcept {
+  return &communicator->called_ns();
+}
+
 // Where the number of the oldest unfinished operation stands.
 POLYCHIP_EXPORT const void* polychip_oldest(Communicator* communicator) noexcept {
   return &communicator->oldest();

@@ -126,6 +126,14 @@ Status Communicator::wait(std::uint64_t number, std::int64_t timeout_ns) {
   }
 }
 
+Status Communicator::call(const Request& request, std::uint64_t& number) {
+  const std::int64_t started_ns = now();
+  number = submit(request);
+  const Status status = number == 0 ? Status::kFailed : wait(number, -1);
+  called_ns_.fetch_add(now() - started_ns, std::memory_order_relaxed);
+  return status;
+}
+
 void Communicator::leave(FailureKind kind, const std::string& text) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);

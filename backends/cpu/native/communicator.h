@@ -59,6 +59,12 @@ class Communicator {
   // negative: until the deadline of the operation.
   Status wait(std::uint64_t number, std::int64_t timeout_ns);
 
+  // Both at once, for a caller that does not return in between. `number` becomes that of the operation,
+  // 0 if the communicator is broken; kInterrupted: wait for it.
+  Status call(const Request& request, std::uint64_t& number);
+  // What all `call`s took.
+  const std::atomic<std::int64_t>& called_ns() const { return called_ns_; }
+
   // Operations below this number are finished; their tensors are not touched any more.
   const std::atomic<std::uint64_t>& oldest() const { return oldest_; }
 
@@ -94,6 +100,7 @@ class Communicator {
   std::deque<Operation> operations_;  // unfinished ones, and finished ones behind them
   int messages_pending_ = 0;
   std::atomic<std::uint64_t> oldest_{1};
+  std::atomic<std::int64_t> called_ns_{0};
   FailureKind failure_ = FailureKind::kNone;
   std::string failure_text_;
   Liveness liveness_;  // last: its thread uses all of the above

@@ -18,7 +18,7 @@ constexpr int kRanksMax = 64;
 constexpr std::uint64_t kDepth = 8;
 // Twice as many, so that what a piece was is still there to compare when its buffer is used again.
 constexpr std::uint64_t kPublications = 2 * kDepth;
-constexpr std::uint32_t kLayoutVersion = 1;
+constexpr std::uint32_t kLayoutVersion = 2;
 
 using Counter = std::atomic<std::uint64_t>;
 static_assert(Counter::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free,
