@@ -17,6 +17,7 @@ TESTS = (
     "tests/backends/test_cpu_kernels.py",
     "tests/backends/test_cpu_programs.py",
     "tests/backends/test_cpu_quantized.py",
+    "tests/backends/test_native_calls.py",
     "tests/backends/test_native_sampling.py",
     "tests/chip_worker/test_step_programs.py",
 )

@@ -3,6 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
+// Compiled for each width of vectors; the widest that the machine has is taken when the library is
+// loaded. Elements are added one by one in any of them, so the bits are the same.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define POLYCHIP_FOR_EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define POLYCHIP_FOR_EACH_WIDTH
+#endif
+
 namespace polychip {
 namespace {
 
@@ -55,7 +63,7 @@ struct Boolean : Plain<std::uint8_t> {
 };
 
 template <typename Codec>
-void sum_as(const char* const* inputs, int inputs_count, char* output, std::uint64_t bytes) {
+POLYCHIP_FOR_EACH_WIDTH void sum_as(const char* const* inputs, int inputs_count, char* output, std::uint64_t bytes) {
   using Stored = typename Codec::Stored;
   const std::uint64_t count = bytes / sizeof(Stored);
   typename Codec::Wide totals[kTile];
