@@ -34,7 +34,8 @@ struct alignas(64) TileShapes {
 // The intrinsics do not say that they read what they are pointed to.
 void written(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
-// Each time anew: what else runs in this thread may use tiles of other shapes.
+// Anew for each panel: what else runs in this thread may use tiles of other shapes. It takes as long as a
+// dozen products.
 void shape_tiles(int upper, int lower) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) shapes.row_bytes[tile] = kRowBytes;
@@ -72,17 +73,42 @@ Activations at(const Product& product, std::int64_t first, int rows, std::int64_
   return {room, kRowBytes};
 }
 
-void prefetch_tile(const std::uint16_t* weights) {
-  const auto* ahead = reinterpret_cast<const std::byte*>(weights) + kAheadBytes;
+// Fetches what of the weights comes next, a part at each step along the columns.
+//
+// Few rows: all of it, a little ahead, for the memory sets the pace. Many rows go over the panel several
+// times, in the nearest caches, and meanwhile fetch a part each of the next panel of this thread, which
+// follows in memory.
+class Prefetch {
+ public:
+  Prefetch(std::int64_t passes, std::ptrdiff_t panel_bytes)
+      : passes_(passes),
+        lines_((kLines + passes - 1) / passes),
+        ahead_bytes_(passes == 1 ? kAheadBytes : panel_bytes) {}
+
+  void operator()(const std::uint16_t* weights, std::int64_t pass) const {
+    const auto* ahead = reinterpret_cast<const std::byte*>(weights) + ahead_bytes_;
+    if (passes_ == 1) {
 #pragma GCC unroll 32
-  for (std::ptrdiff_t line = 0; line < 2 * kTileRows; ++line) {
-    __builtin_prefetch(ahead + line * kRowBytes);
+      for (std::ptrdiff_t line = 0; line < kLines; ++line) __builtin_prefetch(ahead + line * kRowBytes);
+      return;
+    }
+    const std::int64_t first = pass * lines_, stop = std::min(first + lines_, kLines);
+    for (std::int64_t line = first; line < stop; ++line) {
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + line * kRowBytes), _MM_HINT_T1);
+    }
   }
-}
+
+ private:
+  static constexpr std::int64_t kLines = 2 * kTileRows;
+
+  std::int64_t passes_;
+  std::int64_t lines_;
+  std::ptrdiff_t ahead_bytes_;
+};
 
 template <bool kTwo>
 void multiply(const Product& product, const std::uint16_t* weights, std::int64_t first, int upper,
-              int lower) {
+              int lower, const Prefetch& prefetch, std::int64_t pass) {
   alignas(64) std::uint16_t room[2 * kTileRows * kColumnTile];
   _tile_zero(0);
   _tile_zero(1);
@@ -92,7 +118,7 @@ void multiply(const Product& product, const std::uint16_t* weights, std::int64_t
   }
   const std::int64_t columns = product.weight->padded_columns();
   for (std::int64_t column = 0; column < columns; column += kColumnTile, weights += kTileNumbers) {
-    prefetch_tile(weights);
+    prefetch(weights, pass);
     _tile_loadd(6, weights, 2 * kRowBytes);
     _tile_loadd(7, weights + kColumnTile, 2 * kRowBytes);
     const Activations above = at(product, first, upper, column, room);
@@ -109,28 +135,48 @@ void multiply(const Product& product, const std::uint16_t* weights, std::int64_t
   }
 }
 
+// Whole panels of bfloat16 without a bias, as most are, in one instruction for a row.
+void store_rows(const Product& product, std::int64_t first, int rows, std::int64_t column,
+                const float (*sums)[kPanelRows]) {
+  const bool plain = product.bias == nullptr && product.output_number == Number::kBfloat16 &&
+                     product.weight->rows() - column >= kPanelRows;
+  for (int row = 0; row < rows; ++row) {
+    const Sums found = {load<Floats>(sums[row]), load<Floats>(&sums[row][kLanes])};
+    if (plain) {
+      auto* output = static_cast<std::uint16_t*>(product.output) +
+                     (first + row) * product.output_stride + column;
+      write(output, found.low);
+      write(output + kLanes, found.high);
+    } else {
+      store(product, first + row, column, found);
+    }
+  }
+}
+
 }  // namespace
 
 void bfloat16_panel(const Product& product, std::int32_t panel) {
   const auto* weights = reinterpret_cast<const std::uint16_t*>(product.weight->panel(panel));
+  const std::int64_t passes = (product.rows + 2 * kTileRows - 1) / (2 * kTileRows);
+  const Prefetch prefetch(passes, product.weight->padded_columns() / kColumnTile * 2 * kTileRows * kRowBytes);
   alignas(64) float sums[2 * kTileRows][kPanelRows];
-  for (std::int64_t first = 0; first < product.rows; first += 2 * kTileRows) {
+  int shaped = 0;
+  for (std::int64_t pass = 0; pass < passes; ++pass) {
+    const std::int64_t first = pass * 2 * kTileRows;
     const auto left = static_cast<int>(std::min<std::int64_t>(product.rows - first, 2 * kTileRows));
     const int upper = std::min(left, kTileRows), lower = left - upper;
-    shape_tiles(upper, lower);
+    if (left != shaped) shape_tiles(upper, lower);
+    shaped = left;
     if (lower > 0) {
-      multiply<true>(product, weights, first, upper, lower);
+      multiply<true>(product, weights, first, upper, lower, prefetch, pass);
       _tile_stored(2, sums[kTileRows], sizeof(sums[0]));
       _tile_stored(3, &sums[kTileRows][kLanes], sizeof(sums[0]));
     } else {
-      multiply<false>(product, weights, first, upper, lower);
+      multiply<false>(product, weights, first, upper, lower, prefetch, pass);
     }
     _tile_stored(0, sums[0], sizeof(sums[0]));
     _tile_stored(1, &sums[0][kLanes], sizeof(sums[0]));
-    for (int row = 0; row < left; ++row) {
-      store(product, first + row, std::int64_t{panel} * kPanelRows,
-            {load<Floats>(sums[row]), load<Floats>(&sums[row][kLanes])});
-    }
+    store_rows(product, first, left, std::int64_t{panel} * kPanelRows, sums);
   }
   _tile_release();
 }
