@@ -1,5 +1,6 @@
 """KV memory on CPU cores: an anonymous mapping, whose pages come and go while addresses stay."""
 
+import contextlib
 import mmap
 from collections.abc import Callable
 
@@ -35,6 +36,9 @@ class MappedArena(Arena):
         except (OSError, OverflowError, ValueError):
             give(self._held_bytes)
             raise
+        # Attention reads a block here and a block there: small pages cost it a table walk each.
+        with contextlib.suppress(OSError, AttributeError):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._mapping, dtype=torch.uint8).view(
             blocks, block_bytes
         )
