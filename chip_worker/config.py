@@ -7,7 +7,7 @@ from chip_worker.errors import ConfigurationError
 
 MIB = 1 << 20
 ACQUIRE_DEADLINE_S = 60.0
-CAPTURED_TOKENS = 64
+CAPTURED_TOKENS = 256
 """Beyond that a step's operations take long beside the calls that ask for them."""
 CAPTURED_TOKENS_MAX = 256
 """Every number of tokens has a program, and keeps its own hidden states."""
