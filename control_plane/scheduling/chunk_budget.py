@@ -24,9 +24,9 @@ class ChunkBudget:
     """The prompt tokens of one step, beside the requests that decode in it.
 
     A step with decode rows is to take `decode_latency_target_ms` at most, as the model predicts it,
-    its usual error included. What the rows need comes first: where it leaves prompts less than
-    `prefill_time_share_min` of the step, the step becomes longer by that much. Without decode rows,
-    or without a target, a step has `chunk_tokens`.
+    and what the longest ones lately took above that included. What the rows need comes first:
+    where it leaves prompts less than `prefill_time_share_min` of the step, the step becomes longer
+    by that much. Without decode rows, or without a target, a step has `chunk_tokens`.
 
     decoding: whether a request waits for its next token, in this step or for a block.
     """

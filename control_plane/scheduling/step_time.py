@@ -31,6 +31,12 @@ ERROR_MEMORY = 0.8
 ERROR_MAX = 0.5
 """No greater error is told."""
 
+OVERRUN_GROWTH = 0.3
+"""A step that takes more above its prediction than others lately counts so much..."""
+
+OVERRUN_MEMORY = 0.98
+"""...and every other one leaves so much of it."""
+
 TRUSTED_ERRORS = 3.0
 """A step teaches no more than what so many usual errors explain..."""
 
@@ -134,8 +140,9 @@ class StepTimeModel:
 
     @property
     def chunk_caution(self) -> float:
-        """The part of a step with a chunk to keep free: its usual error, more at first."""
-        return self.chunk_error + self._chunks.doubt
+        """The part of a step with a chunk to keep free: what only few took more than was predicted,
+        and more at first."""
+        return self._chunks.overrun + self._chunks.doubt
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learns from a measured step."""
@@ -145,6 +152,7 @@ class StepTimeModel:
         if kind.is_known and predicted > 0:
             bound = TRUSTED_ERRORS * max(kind.error + kind.doubt, USUAL_ERROR_LEAST)
             error = seconds / predicted - 1
+            kind.see_overrun(error)
             if abs(error) > bound:
                 error = math.copysign(bound, error)
                 seconds = predicted * (1 + error)
@@ -184,9 +192,18 @@ class _Kind:
         self.products = [[0.0] * features_count for _ in range(features_count)]
         self.targets = [0.0] * features_count
         self.error = 0.0
+        self.overrun = 0.0
+        """What the longest steps lately took above what was predicted, as a part of that."""
         self.doubt = DOUBT
         self.is_known = False
         """Whether a step or the warm-up says anything of it."""
+
+    def see_overrun(self, error: float) -> None:
+        """Follows quickly what is above it, and fades."""
+        above = min(error, ERROR_MAX) - self.overrun
+        self.overrun = (
+            self.overrun + OVERRUN_GROWTH * above if above > 0 else OVERRUN_MEMORY * self.overrun
+        )
 
     def add(self, features: tuple[int, ...], seconds: float, weight: float, memory: float) -> None:
         """One more step; the earlier ones fade."""

@@ -137,6 +137,17 @@ def test_a_step_that_took_far_too_long_changes_little(seed) -> None:
     assert len(disturbed) < 1.4 * len(undisturbed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_on_a_restless_machine_few_steps_are_late(seed) -> None:
+    machine = Machine(seed)
+    group = decoding_group(machine)
+    machine_s = group._step_s
+    group._step_s = lambda work: machine_s(work) * (1.5 if machine.random.random() < 0.15 else 1)
+    run_prompts(group, "before")
+    steps = run_prompts(group, "first") + run_prompts(group, "second")
+    assert len(late(steps)) < 0.06 * len(steps)
+
+
 @pytest.mark.parametrize("target_ms", [0.0, 100.0])
 def test_while_nobody_decodes_every_chunk_is_full(target_ms) -> None:
     group = group_of(Machine(1), decode_latency_target_ms=target_ms)
