@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from backends.debug_records import BackendCall
-
 OTHER = "other"
 """What neither an operation nor a collective takes."""
 
@@ -98,14 +96,21 @@ class Costs:
     read_per_s: float | None
 
 
+class TimedCall(Protocol):
+    """A call as `backends.debug` tells of it, which needs torch to be imported."""
+
+    name: str
+    duration_ns: int | None
+
+
 class Calls:
-    """Nanoseconds that the calls of a step took, as `backends.debug` tells of them."""
+    """Nanoseconds that the calls of a step took, as they are told."""
 
     def __init__(self) -> None:
         self.taken_ns: Counter[str] = Counter()
         self.count = 0
 
-    def take(self, call: BackendCall) -> None:
+    def take(self, call: TimedCall) -> None:
         """Counts one call."""
         self.taken_ns[call.name] += call.duration_ns or 0
         self.count += 1

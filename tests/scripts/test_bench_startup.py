@@ -122,6 +122,7 @@ def test_a_server_that_fails_ends_the_command(monkeypatch):
 
 @pytest.mark.end_to_end
 def test_the_service_tells_every_stage(tmp_path):
+    pytest.importorskip("torch", reason="workers need torch")
     path = tmp_path / "starts.json"
     against = shlex.join([sys.executable, SERVER, "{port}"])
     result = bench("--runs", "1", "--against", against, "--json", str(path), "--", "--chips", "1")

@@ -169,7 +169,7 @@ def test_a_model_that_does_not_load_ends_it_with_the_reason(model, tmp_path, cap
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("error@launch=300", "chip0: "),
+        pytest.param("error@launch=300", "chip0: ", marks=pytest.mark.long),
         ("fail@open", "chip0 is unavailable: "),
     ],
 )
@@ -249,7 +249,7 @@ class Running:
         return self.process.communicate(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("when", ["chip0", "first run"])
+@pytest.mark.parametrize("when", [pytest.param("chip0", marks=pytest.mark.long), "first run"])
 def test_ctrl_c_leaves_neither_a_process_nor_a_file(when, model, tmp_path):
     """While the worker starts, and while steps are computed."""
     with Running(model, tmp_path / "own.json") as running:
@@ -264,6 +264,7 @@ def test_ctrl_c_leaves_neither_a_process_nor_a_file(when, model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_ends_it_with_the_reason(model, tmp_path):
     with Running(model, tmp_path / "own.json") as running:
         (worker,) = running.wait_for("first run")

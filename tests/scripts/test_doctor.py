@@ -171,9 +171,9 @@ def test_the_suites_failures_are_the_doctors(
 
     monkeypatch.setattr(command, "run_suite", suite)
     text = tmp_path / "report.md"
-    options = ("--conformance", "--report", str(text), "--backend-option", "a=b", "--long")
+    options = ("--conformance", "--report", str(text), "--backend-option", "kernels=auto", "--long")
     code, report = report_of(tmp_path, *options)
-    assert asked == [("cpu", {"a": "b"}, True)]
+    assert asked == [("cpu", {"kernels": "auto"}, True)]
     assert code == (outcome == "failed")
     assert report["conformance"]["total"][outcome] == 1
     assert f"| linear | float32 | {int(outcome == 'passed')} |" in text.read_text()

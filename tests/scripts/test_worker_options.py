@@ -35,7 +35,7 @@ def test_workers_receive_what_serve_was_told(
     assert line.split()[1] == (pattern or "none")
 
 
-@pytest.mark.parametrize(("options", "tokens"), [((), 64), (("--captured-tokens", "0"), 0)])
+@pytest.mark.parametrize(("options", "tokens"), [((), 256), (("--captured-tokens", "0"), 0)])
 def test_workers_are_told_what_to_capture(options: tuple[str, ...], tokens: int) -> None:
     chosen = settings(*options)
     received = worker.make_context("worker", worker_command(chosen, 0, "0")[3:]).params
