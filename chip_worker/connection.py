@@ -143,6 +143,10 @@ class Connection:
                     self.exit_code = ExitCode.SUPERSEDED if superseded else ExitCode.REFUSED
                 _log.error(REFUSED, error=str(error))
                 self.inbox.put_shutdown(str(error))
+            except asyncio.CancelledError:
+                # gRPC may raise one of its own in place of that of the scope.
+                if not self._closing:
+                    raise
         self._write_status()
 
     async def _stay_registered(self, identity: Identity) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ WIDTH_ELSEWHERE = 200
 """Columns of the table where no terminal says how many there are."""
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 STANDARD_OUTPUT = "-"
+DROPPED_INTERRUPT_S = 0.01
+"""After so long an interrupt that Python dropped is raised once more."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -132,7 +135,29 @@ def unwritable() -> Iterator[None]:
 def ends_at_interrupt() -> Iterator[None]:
     """Ctrl-C ends the command, and says that nothing is shown."""
     try:
-        yield
+        with _interrupt_comes_again():
+            yield
     except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo("Interrupted; nothing is shown of what was measured.", err=True)
         sys.exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def _interrupt_comes_again() -> Iterator[None]:
+    """Python drops a KeyboardInterrupt that rises while it clears something away."""
+    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+
+    def raise_later(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, DROPPED_INTERRUPT_S)
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = raise_later
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        sys.unraisablehook = hook

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from scripts.cli import bench_control
+from scripts.cli.bench_output import ends_at_interrupt
 from scripts.cli.main import main
 from scripts.control_cost import costs
 from scripts.control_cost.peer import PeerFailed
@@ -166,6 +167,29 @@ def test_ctrl_c_ends_it_with_one_line(later_s):
     assert output == ""
     assert errors.splitlines()[-1] == "Interrupted; nothing is shown of what was measured."
     assert "Traceback" not in errors
+
+
+class Dropping:
+    """Is interrupted while it is cleared away, where Python drops that."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_python_drops_comes_again(capsys):
+    hook = sys.unraisablehook
+
+    def measure():
+        with ends_at_interrupt():
+            Dropping()
+            time.sleep(60)
+
+    with pytest.raises(SystemExit) as ended:
+        measure()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "Interrupted; nothing is shown of what was measured.\n"
+    assert sys.unraisablehook is hook
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 # ---------------------------------------------------------------- nothing grows with what is there
