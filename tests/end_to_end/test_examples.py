@@ -37,6 +37,7 @@ NOT_RUN = {
     "pip install": "installs packages",
     "polychip bench compare": "measures for minutes; test_bench_of_a_service runs its short form",
     "polychip calibrate": "measures for minutes; test_calibrate runs it small",
+    "polychip bench startup": "starts services of its own; test_bench_startup does so once",
     "polychip bench step": "measures for a minute; test_bench_step runs it small",
     "kill": "ends a process that the reader picks",
     "polychip doctor --backend NAME": "names a backend of the reader's",
