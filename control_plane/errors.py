@@ -114,3 +114,7 @@ class ConfigurationError(ControlPlaneError):
 
 class ProtocolError(ControlPlaneError):
     """A peer broke the protocol."""
+
+
+REQUEST_ERRORS: tuple[type[RequestError], ...] = (RequestError, *RequestError.__subclasses__())
+"""Every kind, each with a reason of its own."""

@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from control_plane.errors import RequestError
+from control_plane.errors import REQUEST_ERRORS
 
 SUCCESSES = ("stop", "length")
 """Reasons of a request that ended with its whole answer."""
@@ -122,8 +122,7 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
-        for kind in kinds:
+        for kind in REQUEST_ERRORS:
             self._failures.labels(kind.reason)
         self._prompt_tokens = Counter(
             "polychip_prompt_tokens", "Prompt tokens, cached or not.", registry=registry

@@ -16,7 +16,6 @@ unavailable. START_FAILURES_MAX starts in a row without that, whether the servic
 are the last ones; a start that became usable sets the count back. Its group may go on without it.
 """
 
-import json
 import signal
 import tempfile
 import time
@@ -31,6 +30,7 @@ import anyio.to_thread
 from anyio.abc import Process, TaskGroup
 
 from chip_worker.exit_code import ExitCode
+from chip_worker.plane_address import announced_ports
 from control_plane.settings import read_api_keys
 from scripts.child_process import describe_exit, end_child, send_signal, start_child
 from scripts.client import AdminWatcher, health
@@ -42,7 +42,6 @@ from scripts.settings import (
     worker_id,
 )
 
-ANNOUNCE_POLL_S = 0.05
 READY_POLL_S = 0.25
 PROGRESS_POLL_S = 0.5
 PROGRESS_POLL_READY_S = 2.0
@@ -356,13 +355,8 @@ def described_exit(code: int) -> str:
 
 
 async def _announced(path: Path) -> Addresses:
-    """Waits for the file the control plane writes (by rename) once it listens."""
-    file = anyio.Path(path)
-    while True:
-        if await file.exists():
-            ports = json.loads(await file.read_text())
-            return Addresses(ports["http_port"], ports["grpc_port"], ports["worker_port"])
-        await anyio.sleep(ANNOUNCE_POLL_S)
+    ports = await announced_ports(path)
+    return Addresses(ports["http_port"], ports["grpc_port"], ports["worker_port"])
 
 
 async def _healthy(host: str, http_port: int) -> None:

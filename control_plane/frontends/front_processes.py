@@ -28,7 +28,7 @@ from control_plane.frontends.front_hub import Frontend, FrontHub
 from control_plane.frontends.request_sums import RequestSums
 from control_plane.frontends.shared_ports import held_ports
 from control_plane.intake import admin_wire
-from control_plane.intake.front import IntakePorts, vocabulary_tokens
+from control_plane.intake.front import STOPPED, IntakePorts, vocabulary_tokens
 from control_plane.intake.model_files import ModelFiles
 from control_plane.intake.release import VERSION
 from control_plane.metrics import Metrics
@@ -116,7 +116,7 @@ class FrontProcesses:
         self._stopping = True
         try:
             if not self._starting:
-                self._hub.stop("the service stopped before the answer was complete")
+                self._hub.stop(STOPPED)
                 for process in [*self._processes.values()]:
                     await process.wait()
         finally:

@@ -179,7 +179,7 @@ class RemoteCore(WholeService):
 
     def start_refused(self, message: str) -> None:
         """Tells why this process cannot serve."""
-        refused = frontend_pb2.StartRefused(message=_printable(message))
+        refused = frontend_pb2.StartRefused(message=wire.printable(message))
         self._send(frontend_pb2.FromFrontend(start_refused=refused))
 
     def report(self) -> None:
@@ -256,8 +256,3 @@ class RemoteCore(WholeService):
 
 
 NOBODY = "the control plane does not answer; try again later"
-
-
-def _printable(text: str) -> str:
-    """A model's path may hold what is no UTF-8."""
-    return text.encode(errors="replace").decode()

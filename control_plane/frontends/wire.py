@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from control_plane.config import ControlPlaneConfig, SchedulingConfig
-from control_plane.errors import RequestError
+from control_plane.errors import REQUEST_ERRORS, RequestError
 from control_plane.request import Request, Sampling
 from control_plane.scheduling.messages import (
     Accepted,
@@ -35,8 +35,7 @@ from protos import frontend_pb2
 
 FrontEvent = Submit | Cancel | End | FlushCache
 
-_KINDS: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
-_ERRORS = {kind.reason: kind for kind in _KINDS}
+_ERRORS = {kind.reason: kind for kind in REQUEST_ERRORS}
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ def event_message(event: Cancel | End | FlushCache) -> frontend_pb2.FromFrontend
     """An event that says nothing but what its record holds."""
     match event:
         case Cancel(request_id=request_id, reason=reason):
-            cancel = frontend_pb2.CancelRequest(request_id=request_id, reason=_text(reason))
+            cancel = frontend_pb2.CancelRequest(request_id=request_id, reason=printable(reason))
             return frontend_pb2.FromFrontend(cancel=cancel)
         case End(request_id=request_id, output_count=count):
             end = frontend_pb2.EndRequest(request_id=request_id, output_count=count)
@@ -202,7 +201,7 @@ def failure_of(error: RequestError) -> frontend_pb2.Failure:
     """An error of one request."""
     return frontend_pb2.Failure(
         reason=error.reason,
-        message=_text(error.message),
+        message=printable(error.message),
         field=error.field,
         retry_after_s=error.retry_after_s,
     )
@@ -328,7 +327,7 @@ def condemned_message(condemn: Condemn) -> frontend_pb2.ToFrontend:
         worker_id=condemn.worker_id,
         incarnation=condemn.incarnation,
         pid=condemn.pid,
-        reason=_text(condemn.reason),
+        reason=printable(condemn.reason),
     )
     return frontend_pb2.ToFrontend(condemned=condemned)
 
@@ -338,6 +337,6 @@ def condemn_of(message: frontend_pb2.Condemned) -> Condemn:
     return Condemn(message.worker_id, message.incarnation, message.pid, message.reason)
 
 
-def _text(text: str) -> str:
+def printable(text: str) -> str:
     """Without lone surrogates, which no message may hold."""
     return text.encode(errors="replace").decode()

@@ -33,6 +33,8 @@ from control_plane.intake.whole_service import WholeService
 from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import Condemn, Effect, Event, ServingChanged
 
+STOPPED = "the service stopped before the answer was complete"
+"""What is said to whoever still waits."""
 RESPONSES_GRACE_S = 2.0
 """How long `stop` lets responses that are already complete leave the process."""
 
@@ -92,9 +94,7 @@ class Intake:
         grpc_port = await self._grpc.start(tasks)
         return IntakePorts(http_port=await self._http.start(tasks), grpc_port=grpc_port)
 
-    async def stop(
-        self, reason: str = "the service stopped before the answer was complete"
-    ) -> None:
+    async def stop(self, reason: str = STOPPED) -> None:
         """Ends every answer still running with UNAVAILABLE, then closes the servers."""
         self.refuse_new("the service is stopping")
         self._book.fail_all(reason)

@@ -70,6 +70,24 @@ def context_of_chunk(start: int, tokens_count: int) -> int:
     return tokens_count * start + tokens_count * (tokens_count + 1) // 2
 
 
+def step_seconds(
+    work: StepWork,
+    chunk_token_s: float,
+    chunk_context_s: float,
+    step_s: float,
+    decode_row_s: float,
+    decode_context_s: float,
+) -> float:
+    """The linear model itself, given what each of its terms costs."""
+    return (
+        chunk_token_s * work.chunk_tokens
+        + chunk_context_s * work.chunk_context
+        + step_s
+        + decode_row_s * work.decode_rows
+        + decode_context_s * work.decode_context
+    )
+
+
 class StepTimeModel:
     """Predicts steps from those measured lately. Costs tens of microseconds a step, holds no steps.
 
@@ -115,14 +133,7 @@ class StepTimeModel:
 
     def predict(self, work: StepWork) -> float:
         """Expected seconds of a step."""
-        chunk_s, chunk_context_s, base_s, row_s, decode_context_s = self._weights
-        return (
-            chunk_s * work.chunk_tokens
-            + chunk_context_s * work.chunk_context
-            + base_s
-            + row_s * work.decode_rows
-            + decode_context_s * work.decode_context
-        )
+        return step_seconds(work, *self._weights)
 
     @property
     def chunk_error(self) -> float:

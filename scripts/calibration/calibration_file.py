@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from control_plane.errors import ConfigurationError
-from control_plane.scheduling.step_time import StepWork
+from control_plane.scheduling.step_time import StepWork, step_seconds
 
 FORMAT = 1
 FILE_BYTES_MAX = 4 << 20
@@ -57,13 +57,7 @@ class StepTime:
 
     def predict(self, work: StepWork) -> float:
         """Expected seconds of a step."""
-        return (
-            self.step_s
-            + self.chunk_token_s * work.chunk_tokens
-            + self.chunk_context_s * work.chunk_context
-            + self.decode_row_s * work.decode_rows
-            + self.decode_context_s * work.decode_context
-        )
+        return step_seconds(work, **asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
