@@ -1,5 +1,8 @@
 """Options of every test run, and what tests may ask about them."""
 
+import contextlib
+import importlib
+
 import pytest
 
 
@@ -58,3 +61,10 @@ def backend_options(request: pytest.FixtureRequest) -> dict[str, str]:
     """What that backend is told on the command line."""
     texts = request.config.getoption("backend_options")
     return dict(text.split("=", 1) for text in texts)
+
+
+@pytest.fixture(autouse=True)
+def no_async_library() -> None:
+    """Tests may start event loops; what runs async tests may have left word that one runs."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sniffio").current_async_library_cvar.set(None)

@@ -1,10 +1,6 @@
-"""What every test of the commands has."""
+"""Which tests of the commands can run."""
 
-import contextlib
-import importlib
 import importlib.util
-
-import pytest
 
 # They make checkpoints or open chips; the run on Python 3.10 has no torch.
 collect_ignore = (
@@ -17,10 +13,3 @@ collect_ignore = (
         "test_settings_file.py",
     ]
 )
-
-
-@pytest.fixture(autouse=True)
-def no_async_library() -> None:
-    """Commands start event loops; what runs async tests may have left word that one runs."""
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("sniffio").current_async_library_cvar.set(None)
