@@ -27,7 +27,14 @@ from backends.gloo_rendezvous import LOOPBACK, GlooRendezvous
 from backends.kernel_table import KernelTable, MakeContiguous, bind_kernels
 from backends.memory import BatchRows, KVLayout, KVSpec, MemoryPool
 from backends.paged_pool import PagedMemoryPool, paged_layout
-from backends.plugin import Backend, BackendConfig, ChipDescription, load_object, reason_of
+from backends.plugin import (
+    COMMUNICATOR_HOST,
+    Backend,
+    BackendConfig,
+    ChipDescription,
+    load_object,
+    reason_of,
+)
 from backends.probes import probe_device, probe_requirements
 from backends.scratch import Lifetime, ScratchArena
 from backends.weight_form import WeightForm
@@ -172,7 +179,7 @@ class BackendRuntime(ABC):
         The meeting point lives until the communicator made from it is closed. The option
         `communicator-host` names this machine's address for ranks on other machines.
         """
-        host = self.config.options.get("communicator-host", LOOPBACK)
+        host = self.config.options.get(COMMUNICATOR_HOST, LOOPBACK)
         self._rendezvous = GlooRendezvous.open(place.join_deadline_s, host)
         return self._rendezvous.address
 

@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -69,6 +69,19 @@ class BackendConfig:
     dtype: str = "auto"
     memory_limit_bytes: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+
+
+COMMUNICATOR_HOST = "communicator-host"
+"""The option of every backend that names this machine for ranks on others."""
+
+
+def refuse_unknown_options(make: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Raises BackendUnavailable naming an option that is not known, and those that are."""
+    for name in options:
+        if name not in known:
+            raise BackendUnavailable(
+                f"the {make} backend has no option {name!r}; it has {', '.join(known)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -232,11 +245,26 @@ def find_backend(name: str) -> Backend:
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """What `auto` came to: the backend, its name, and why each one before it was rejected."""
+    """What `auto` came to: the backend, its name, and why each one before it was rejected.
+
+    Of a backend that was named, none was.
+    """
 
     name: str
     backend: Backend
     rejected: tuple[tuple[str, str], ...]
+
+
+def ready_backend(name: str, config: BackendConfig) -> AutoChoice:
+    """The backend called `name`, or the one `auto` finds, after `on_init`; torch is not imported.
+
+    Raises as `find_backend`, `on_init` and `choose_backend` do.
+    """
+    if name == AUTO:
+        return choose_backend(config)
+    backend = find_backend(name)
+    backend.on_init(config)
+    return AutoChoice(name, backend, ())
 
 
 def choose_backend(config: BackendConfig) -> AutoChoice:

@@ -1,6 +1,6 @@
 """`python -m chip_worker`: reads flags, starts the backend before torch, then serves one chip.
 
-find_backend, or choose_backend -> on_init -> import torch -> worker.serve
+ready_backend -> import torch -> worker.serve
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import click
 import structlog
 
 from backends.errors import BackendError
-from backends.plugin import AUTO, Backend, BackendConfig, choose_backend, find_backend
+from backends.plugin import AUTO, Backend, BackendConfig, ready_backend
 from chip_worker.config import (
     ACQUIRE_DEADLINE_S,
     CAPTURED_TOKENS,
@@ -234,15 +234,12 @@ def start_backend(config: WorkerConfig) -> tuple[WorkerConfig, Backend, BackendC
         dtype=config.dtype,
         options=config.backend_options,
     )
+    found = ready_backend(config.backend, backend_config)
     if config.backend == AUTO:
-        choice = choose_backend(backend_config)
-        for name, reason in choice.rejected:
+        for name, reason in found.rejected:
             _log.info(BACKEND_REJECTED, backend=name, reason=reason)
-        _log.info(BACKEND_CHOSEN, backend=choice.name)
-        return replace(config, backend=choice.name), choice.backend, backend_config
-    backend = find_backend(config.backend)
-    backend.on_init(backend_config)
-    return config, backend, backend_config
+        _log.info(BACKEND_CHOSEN, backend=found.name)
+    return replace(config, backend=found.name), found.backend, backend_config
 
 
 def report_health(status_file: str | None) -> None:

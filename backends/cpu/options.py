@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from backends.errors import BackendUnavailable
+from backends.plugin import COMMUNICATOR_HOST, refuse_unknown_options
 
 INSTRUCTIONS = ("portable", "avx2", "avx512", "amx")
 """Instructions in kernels/cpu/instructions.h, each including those before it."""
@@ -20,16 +21,13 @@ CHOICES: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """Of the options that are a choice; the first is the default."""
 
-_KNOWN = (*CHOICES, DEVICE_IDS, "communicator-host")
+_KNOWN = (*CHOICES, DEVICE_IDS, COMMUNICATOR_HOST)
 
 
 def check_options(options: Mapping[str, str]) -> None:
     """Raises BackendUnavailable naming an option there is not, or one that is no choice."""
+    refuse_unknown_options("cpu", options, _KNOWN)
     for name, value in options.items():
-        if name not in _KNOWN:
-            raise BackendUnavailable(
-                f"the cpu backend has no option {name!r}; it has {', '.join(_KNOWN)}"
-            )
         if name in CHOICES and value not in CHOICES[name]:
             raise BackendUnavailable(f"{name} is {value!r}; choose {', '.join(CHOICES[name])}")
 

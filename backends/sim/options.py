@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from backends.errors import BackendUnavailable
+from backends.plugin import COMMUNICATOR_HOST, refuse_unknown_options
 
 Execution = Literal["latest", "earliest", "random"]
 EXECUTIONS: tuple[Execution, ...] = ("latest", "earliest", "random")
@@ -12,9 +13,6 @@ Choice = TypeVar("Choice", bound=str)
 
 CHIPS_DEFAULT = 8
 CHIPS_MAX = 1024
-
-# Read by the default runtime of every backend; see `BackendRuntime.open_rendezvous`.
-_SHARED = ("communicator-host",)
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,5 @@ class _Reader:
         raise BackendUnavailable(f"option {name} is {text!r}; choose {', '.join(choices)}")
 
     def refuse_the_rest(self) -> None:
-        known = sorted([*self._known, *_SHARED])
-        for name in self._options:
-            if name not in known:
-                raise BackendUnavailable(
-                    f"the sim backend has no option {name!r}; it has {', '.join(known)}"
-                )
+        known = sorted([*self._known, COMMUNICATOR_HOST])
+        refuse_unknown_options("sim", self._options, known)

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from statistics import median
 
-from rich import box
 from rich.table import Table
 
-from control_plane.intake.release import VERSION
 from scripts.calibration.calibration_file import Point
 from scripts.calibration.measurement import Measurement
 from scripts.calibration.recommendation import SHARE, Rate
-from scripts.workloads.machine import machine_facts
+from scripts.titled_table import titled_table
+from scripts.workloads.machine import measured_here
 
 MS = 1e3
 US = 1e6
@@ -50,9 +49,7 @@ def document(measured: Measurement) -> dict[str, object]:
     """Everything as JSON has it; nothing is rounded."""
     sweep = measured.sweep
     return {
-        "date": measured.calibration.measured_at,
-        "polychip": VERSION,
-        "machine": machine_facts(),
+        **measured_here(measured.calibration.measured_at),
         "calibration": measured.calibration.content(),
         "prompt_tokens": sweep.prompt_tokens,
         "position": sweep.position,
@@ -66,9 +63,7 @@ def document(measured: Measurement) -> dict[str, object]:
 def _table(
     title: str, size: str, points: Sequence[Point], rates: Sequence[Rate], chosen: int
 ) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in (size, "Step ms", "Tokens/s", "Of the best"):
-        table.add_column(name, justify="right")
+    table = titled_table(title, (), (size, "Step ms", "Tokens/s", "Of the best"))
     table.add_column("")
     best = max(rate.tokens_per_s for rate in rates)
     for point, rate in zip(points, rates, strict=True):

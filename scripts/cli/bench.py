@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from scripts.cli.bench_compare import compare
 from scripts.cli.bench_control import control
 from scripts.cli.bench_startup import startup
 from scripts.cli.bench_step import step
+from scripts.titled_table import titled_table
 
 PROGRAM = [sys.executable, "-m", "scripts.collective_bench"]
 RUNS = 5
@@ -86,14 +86,9 @@ def _measure(ranks: int) -> Result:
 
 def result_table(result: Result) -> Table:
     """A row for every message: its size, the time each way, and how many times faster."""
-    table = Table(
-        title=f"Collectives of {result['ranks']} ranks, median of {result['runs']} runs each",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("Operation")
-    for name in ("Shape (float32)", "Bytes", "Native µs", "gloo µs", "Times faster"):
-        table.add_column(name, justify="right")
+    title = f"Collectives of {result['ranks']} ranks, median of {result['runs']} runs each"
+    numbers = ("Shape (float32)", "Bytes", "Native µs", "gloo µs", "Times faster")
+    table = titled_table(title, ["Operation"], numbers)
     for row in result["rows"]:
         table.add_row(
             row["operation"],
@@ -109,14 +104,8 @@ def result_table(result: Result) -> Table:
 def small_table(measured: Sequence[Result]) -> Table:
     """What several small messages cost one by one, under way together, and packed into one."""
     first = measured[0]
-    table = Table(
-        title=f"{first['messages']} sums of {first['bytes_each']} bytes, µs for all",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("Through")
-    for name in ("One by one", "Together", "Packed in a group"):
-        table.add_column(name, justify="right")
+    title = f"{first['messages']} sums of {first['bytes_each']} bytes, µs for all"
+    table = titled_table(title, ["Through"], ("One by one", "Together", "Packed in a group"))
     for small in measured:
         times_us = (small["apart_us"], small["together_us"], small["packed_us"])
         table.add_row(small["way"], *(f"{time_us:.1f}" for time_us in times_us))

@@ -8,15 +8,14 @@ from datetime import datetime, timezone
 from statistics import median
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from control_plane.intake.release import VERSION
 from scripts.cancellable import run_cancellable
 from scripts.cli.bench_output import ends_at_interrupt, json_option, put_out, tables_console
 from scripts.startup import STAGES, StartFailed, StartUp, free_port, start_up
-from scripts.workloads.machine import machine_facts
+from scripts.titled_table import titled_table
+from scripts.workloads.machine import measured_here
 
 RUNS = 5
 RUNS_MAX = 1000
@@ -119,12 +118,8 @@ def _figures(start: StartUp) -> dict[str, float]:
 
 def result_table(commands: Sequence[Sequence[str]], runs: Runs) -> Table:
     """A row for every stage; of each server median and spread, and the median of the ratios."""
-    table = Table(
-        title=f"Seconds from the launch, median of {len(runs)} starts (least to most)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("")
+    title = f"Seconds from the launch, median of {len(runs)} starts (least to most)"
+    table = titled_table(title, [""])
     for index, command in enumerate(commands):
         table.add_column(_name(index, command), justify="right")
         if index:
@@ -156,9 +151,7 @@ def _document(
     commands: Sequence[Sequence[str]], runs: Runs, started: datetime
 ) -> dict[str, object]:
     return {
-        "date": started.isoformat(timespec="seconds"),
-        OWN_NAME: VERSION,
-        "machine": machine_facts(),
+        **measured_here(started.isoformat(timespec="seconds")),
         "servers": [
             {
                 "name": _name(index, command),

@@ -21,7 +21,7 @@ from scripts.cli.bench_output import (
     put_out,
     tables_console,
 )
-from scripts.cli.chip_options import options_by_backend
+from scripts.cli.chip_options import options_of
 from scripts.cli.serve_options import MODEL_OPTIONS
 from scripts.control_cost.quiet_logs import quiet_logs
 from scripts.step_cost.costs import Costs, Extent, Load, StepFailed
@@ -100,9 +100,8 @@ def step(
     started = datetime.now(timezone.utc)
     loads = [*(Load(each) for each in rows), *(Load(0, each) for each in chunks)]
     extent = Extent(loads, context, repeats)
-    options = options_by_backend(backend_options, (backend,)).get(backend, ())
     backend_config = BackendConfig(
-        chip_indices=(0,), dtype=dtype, options=dict(text.split("=", 1) for text in options)
+        chip_indices=(0,), dtype=dtype, options=options_of(backend, backend_options)
     )
     config = WorkerConfig(
         "chip0", "", str(model_path), backend=backend, dtype=dtype, weights=weights

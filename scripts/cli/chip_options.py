@@ -113,6 +113,12 @@ def _the_backend(name: str, backends: Sequence[str]) -> str:
     return called[0]
 
 
+def options_of(backend: str, texts: Sequence[str]) -> dict[str, str]:
+    """What the one backend there is gets of NAME=VALUE texts. Raises UsageError."""
+    own = options_by_backend(texts, [backend]).get(backend, ())
+    return dict(text.split("=", 1) for text in own)
+
+
 def options_by_backend(texts: Sequence[str], backends: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """NAME=VALUE texts under each backend they are for. Raises UsageError."""
     found: dict[str, list[str]] = {}

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from backends.errors import BackendError
-from backends.plugin import AUTO, BackendConfig, choose_backend, find_backend
+from backends.plugin import AUTO, BackendConfig, ready_backend
 from scripts.checkup import Patient, Say, examine
-from scripts.cli.chip_options import device_lists, options_by_backend
+from scripts.cli.chip_options import device_lists, options_of
 from scripts.conformance import (
     OUTCOMES,
     Case,
@@ -119,24 +119,19 @@ def find_patient(
     ids = () if devices is None else device_lists(devices).get("", ())
     if devices is not None and not ids:
         raise click.UsageError("--devices: one backend is examined, so write ids alone: 0,1,5")
-    texts = options_by_backend(backend_options, [name]).get(name, ())
     config = BackendConfig(
         chip_indices=(),
         devices=ids,
         chips_on_host=max(1, len(ids)),
-        options=dict(text.split("=", 1) for text in texts),
+        options=options_of(name, backend_options),
     )
     try:
+        found = ready_backend(name, config)
         if name == AUTO:
-            choice = choose_backend(config)
-            for other, reason in choice.rejected:
+            for other, reason in found.rejected:
                 say(f"backend {other} was not taken: {reason}")
-            say(f"backend {choice.name} was taken")
-            name, backend = choice.name, choice.backend
-        else:
-            backend = find_backend(name)
-            backend.on_init(config)
-        return Patient(name, backend, config, backend.select_chips(config))
+            say(f"backend {found.name} was taken")
+        return Patient(found.name, found.backend, config, found.backend.select_chips(config))
     except (BackendError, ImportError) as error:
         raise click.UsageError(f"--backend {name}: {error}") from error
 

@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from backends.errors import BackendError
-from backends.plugin import AUTO, Backend, BackendConfig, choose_backend, find_backend
+from backends.plugin import Backend, BackendConfig, ready_backend
 from control_plane.errors import ConfigurationError
 from control_plane.settings import DEFAULTS, SETTINGS
 from scripts.calibration.calibration_file import (
@@ -25,7 +25,7 @@ from scripts.calibration.calibration_file import (
     Calibration,
     read_calibration,
 )
-from scripts.cli.chip_options import device_lists, options_by_backend
+from scripts.cli.chip_options import device_lists, options_of
 from scripts.cli.serve_options import COUNT, FILE, MODEL_OPTIONS
 from scripts.planning.advice import Advice, Shortage
 from scripts.planning.capacity import Wishes
@@ -208,22 +208,17 @@ def find_backend_of(
     ids = () if devices is None else device_lists(devices).get("", ())
     if devices is not None and not ids:
         raise click.UsageError("--devices: plan is for one backend, so write ids alone: 0,1,5")
-    texts = options_by_backend(backend_options, [name]).get(name, ())
     asked = (chips_count if at_hand else 1) or len(ids) or numa_nodes_count()
     config = BackendConfig(
         chip_indices=(),
         devices=ids,
         chips_on_host=asked,
         dtype=dtype,
-        options=dict(text.split("=", 1) for text in texts),
+        options=options_of(name, backend_options),
     )
     try:
-        if name == AUTO:
-            choice = choose_backend(config)
-            name, backend = choice.name, choice.backend
-        else:
-            backend = find_backend(name)
-            backend.on_init(config)
+        found = ready_backend(name, config)
+        name, backend = found.name, found.backend
         there = len(backend.select_chips(config))
     except (BackendError, ImportError) as error:
         raise click.UsageError(f"--backend {name}: {error}") from error

@@ -2,13 +2,12 @@
 
 from datetime import datetime
 
-from rich import box
 from rich.table import Table
 
-from control_plane.intake.release import VERSION
 from scripts.control_cost.answer_streams import StreamCost
 from scripts.control_cost.costs import BUDGET_S, STAGES, Costs, RouteCost, Spread, StepCost
-from scripts.workloads.machine import machine_facts
+from scripts.titled_table import titled_table
+from scripts.workloads.machine import measured_here
 
 US = 1e6
 TITLES = {"plan": "Plan", "encode": "Encode", "transport": "Send, receive", "apply": "Apply"}
@@ -17,15 +16,12 @@ TITLES = {"plan": "Plan", "encode": "Encode", "transport": "Send, receive", "app
 def step_table(costs: Costs) -> Table:
     """A row for every number of groups and cached blocks, a column for every stage."""
     extent = costs.extent
-    table = Table(
-        title=f"Processor time of a step of {extent.rows} rows in µs: median (p99) of "
-        f"{extent.steps} steps",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+    title = (
+        f"Processor time of a step of {extent.rows} rows in µs: median (p99) of "
+        f"{extent.steps} steps"
     )
     names = ("Groups", "Cached blocks", *(TITLES[name] for name in STAGES), "Together")
-    for name in (*names, f"Of {BUDGET_S * 1e3:g} ms"):
-        table.add_column(name, justify="right")
+    table = titled_table(title, (), (*names, f"Of {BUDGET_S * 1e3:g} ms"))
     for cost in costs.steps:
         table.add_row(
             f"{cost.groups}",
@@ -39,14 +35,9 @@ def step_table(costs: Costs) -> Table:
 
 def stream_table(costs: Costs) -> Table:
     """A row for every protocol, as tokens come and coalesced."""
-    table = Table(
-        title=f"Processor time of tokens on their way to {costs.extent.rows} clients, µs",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("Protocol")
-    for name in ("Tokens an event", "Detokenize, a token", "Stream, an event", "Together, a token"):
-        table.add_column(name, justify="right")
+    title = f"Processor time of tokens on their way to {costs.extent.rows} clients, µs"
+    numbers = ("Tokens an event", "Detokenize, a token", "Stream, an event", "Together, a token")
+    table = titled_table(title, ["Protocol"], numbers)
     for cost in costs.streams:
         table.add_row(
             {"http": "HTTP", "grpc": "gRPC"}[cost.protocol],
@@ -60,14 +51,11 @@ def stream_table(costs: Costs) -> Table:
 
 def route_table(costs: Costs) -> Table:
     """A row for every number of frontends."""
-    table = Table(
-        title=f"Processor time of the tokens of a step of {costs.extent.rows} rows on their way to "
-        "frontends, µs: median (p99)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+    title = (
+        f"Processor time of the tokens of a step of {costs.extent.rows} rows on their way to "
+        "frontends, µs: median (p99)"
     )
-    for name in ("Frontends", "Route, a step"):
-        table.add_column(name, justify="right")
+    table = titled_table(title, (), ("Frontends", "Route, a step"))
     for cost in costs.routes:
         table.add_row(f"{cost.frontends}", _spread(cost.step))
     return table
@@ -77,9 +65,7 @@ def document(costs: Costs, started: datetime, *, quick: bool) -> dict[str, objec
     """Everything as JSON has it; nothing is rounded."""
     extent = costs.extent
     return {
-        "date": started.isoformat(timespec="seconds"),
-        "polychip": VERSION,
-        "machine": machine_facts(),
+        **measured_here(started.isoformat(timespec="seconds")),
         "quick": quick,
         "rows": extent.rows,
         "steps": extent.steps,

@@ -4,12 +4,11 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from control_plane.intake.release import VERSION
 from scripts.step_cost.costs import OTHER, Costs, StepCost
-from scripts.workloads.machine import machine_facts
+from scripts.titled_table import titled_table
+from scripts.workloads.machine import measured_here
 
 SMALL_SHARE = 0.01
 """Operations that take less of every step have no column of their own."""
@@ -17,16 +16,8 @@ SMALL_SHARE = 0.01
 
 def step_table(costs: Costs) -> Table:
     """A row for each load: a step, how near it is to what memory gives, and what calls cost."""
-    table = _table("Steps, ms: medians")
-    for name in (
-        "Step",
-        "Weights, GB/s",
-        "Of memory",
-        "Calls",
-        "Called one by one",
-        "Between calls",
-    ):
-        table.add_column(name, justify="right")
+    numbers = ("Step", "Weights, GB/s", "Of memory", "Calls", "Called one by one", "Between calls")
+    table = titled_table("Steps, ms: medians", ["Load"], numbers)
     for cost in costs.steps:
         share = share_of_memory(costs, cost)
         table.add_row(
@@ -43,10 +34,9 @@ def step_table(costs: Costs) -> Table:
 
 def operation_table(costs: Costs) -> Table:
     """A row for each load: what each operation takes of a step whose operations are called."""
-    table = _table("Time by operation, % of a step that is called operation by operation")
     names = columns(costs)
-    for name in names:
-        table.add_column(name, justify="right")
+    title = "Time by operation, % of a step that is called operation by operation"
+    table = titled_table(title, ["Load"], names)
     for cost in costs.steps:
         shares = shares_of(cost)
         told = {name: shares.get(name, 0.0) for name in names}
@@ -80,9 +70,7 @@ def share_of_memory(costs: Costs, cost: StepCost) -> float | None:
 def document(costs: Costs, started: datetime) -> dict[str, Any]:
     """Everything as JSON has it; times in seconds."""
     return {
-        "date": started.isoformat(timespec="seconds"),
-        "polychip": VERSION,
-        "machine": machine_facts(),
+        **measured_here(started.isoformat(timespec="seconds")),
         "chip": dict(costs.chip),
         "context_tokens": costs.extent.context,
         "repeats": costs.extent.repeats,
@@ -93,12 +81,6 @@ def document(costs: Costs, started: datetime) -> dict[str, Any]:
             for cost in costs.steps
         ],
     }
-
-
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("Load")
-    return table
 
 
 def _ms(seconds: float) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from control_plane.intake.release import VERSION
 from control_plane.processors import physical_cores_count
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -29,6 +30,11 @@ def machine_facts(cpuinfo: Path = CPUINFO) -> dict[str, object]:
         "system": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def measured_here(date: str) -> dict[str, object]:
+    """What the JSON of every measurement begins with. date: ISO 8601."""
+    return {"date": date, "polychip": VERSION, "machine": machine_facts()}
 
 
 class Load:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
 
-from rich import box
 from rich.table import Table
 
-from control_plane.intake.release import VERSION
+from scripts.titled_table import titled_table
 from scripts.workloads.comparison import Comparison, Run
 from scripts.workloads.figures import LABELS, SHOWN
-from scripts.workloads.machine import machine_facts
+from scripts.workloads.machine import measured_here
 from scripts.workloads.server import Server
 from scripts.workloads.workload import Workload
 
@@ -76,13 +75,8 @@ def _values(runs: Sequence[Run], workload: str, figure: str, index: int) -> dict
 def result_table(comparison: Comparison, runs: Sequence[Run]) -> Table:
     """A row for every figure; for every server median and spread, and how it compares."""
     count = comparison.runs_count
-    table = Table(
-        title="One run" if count == 1 else f"Median of {count} runs (least to most)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("")
-    table.add_column("Figure")
+    title = "One run" if count == 1 else f"Median of {count} runs (least to most)"
+    table = titled_table(title, ("", "Figure"))
     for index, server in enumerate(comparison.servers):
         table.add_column(server.label, justify="right")
         if index:
@@ -164,9 +158,7 @@ def document(
 ) -> dict[str, object]:
     """Everything as JSON has it; figures of runs are raw."""
     return {
-        "date": started.isoformat(timespec="seconds"),
-        "polychip": VERSION,
-        "machine": machine_facts(),
+        **measured_here(started.isoformat(timespec="seconds")),
         "tokenizer": comparison.maker.name,
         "seed": comparison.seed,
         "runs_count": comparison.runs_count,

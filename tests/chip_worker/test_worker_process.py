@@ -93,7 +93,7 @@ def test_a_chip_that_cannot_be_opened_is_told_to_the_control_plane(model, tmp_pa
 
 def test_auto_tells_what_was_tried_and_is_known_by_its_choice(monkeypatch):
     chosen = AutoChoice("cpu", CpuBackend(), (("xpu", "no driver"), ("cuda", "it finds no chip")))
-    monkeypatch.setattr("chip_worker.__main__.choose_backend", lambda _config: chosen)
+    monkeypatch.setattr("backends.plugin.choose_backend", lambda _config: chosen)
     config = WorkerConfig("chip0", "here", "m", backend="auto", devices=("7", "4"))
     with structlog.testing.capture_logs() as logs:
         settled, backend, backend_config = start_backend(config)

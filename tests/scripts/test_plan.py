@@ -4,16 +4,18 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from scripts.calibration.calibration_file import CalibratedSettings, Calibration, StepTime
+from scripts.calibration.calibration_file import CalibratedSettings, StepTime
 from scripts.cli.main import main
 from scripts.cli.plan import memory_bytes
 from scripts.cli.serve import serve
 from scripts.planning import measured
+from tests.fakes.calibrations import CALIBRATION
 
 PROGRAM = """
 import json, sys
@@ -172,19 +174,13 @@ def test_json_has_everything(model_path):
 
 def test_a_calibration_gives_speeds_and_settings(model_path, tmp_path):
     path = tmp_path / "calibration.json"
-    Calibration(
-        model="model.gguf",
+    replace(
+        CALIBRATION,
         model_digest="digest",
-        backend="cpu",
         group_size=1,
-        dtype="bfloat16",
-        weights="auto",
         device="cores 0",
-        measured_at="2026-11-30T13:10:00+00:00",
         settings=CalibratedSettings(chunk_tokens=128, running_max=4),
         step_time=StepTime(0.01, 0.001, 0.0, 0.01, 0.0),
-        block_tokens=16,
-        kv_blocks=2048,
         points=(),
     ).write(path)
     result = run(model_path, "--chips", "1", "--calibration", str(path))
