@@ -7,7 +7,7 @@ import http.client
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message as ProtobufMessage
@@ -186,6 +186,15 @@ class _Patience:
         time.sleep(self._random.uniform(longest_s / 2, longest_s))
 
 
+class Verdict(NamedTuple):
+    """A worker's process that is frozen: whoever started it should kill it."""
+
+    worker_id: str
+    incarnation: int
+    pid: int
+    reason: str
+
+
 class AdminWatcher:
     """What the launcher needs of the admin service, without blocking its loop."""
 
@@ -208,12 +217,15 @@ class AdminWatcher:
             return None
         return status_of(response)
 
-    async def verdicts(self) -> AsyncIterator[tuple[str, int, str]]:
-        """Workers declared frozen: name, process id, reason. Ends when the connection does."""
+    async def verdicts(self) -> AsyncIterator[Verdict]:
+        """Workers declared frozen, recent ones first, which an earlier call may have told.
+
+        Ends when the connection does.
+        """
         try:
             request = admin_pb2.WatchVerdictsRequest()
             async for verdict in self._admin.WatchVerdicts(request, metadata=self._metadata):
-                yield verdict.worker_id, verdict.pid, verdict.reason
+                yield Verdict(verdict.worker_id, verdict.incarnation, verdict.pid, verdict.reason)
         except grpc.aio.AioRpcError:
             return
 

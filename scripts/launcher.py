@@ -114,6 +114,8 @@ class Launcher:
         key_file = settings.api_key_file
         self._api_key = None if key_file is None else read_api_keys(key_file)[0]
         self._workers: dict[str, Process] = {}
+        self._condemned: dict[str, int] = {}
+        """The latest condemned incarnation of each worker."""
         self._pauses = {worker_id(i): RestartPause() for i in range(settings.chips_count)}
         self._ready = False
         self._signals_count = 0
@@ -208,11 +210,16 @@ class Launcher:
 
     async def _watch_verdicts(self, admin: AdminWatcher) -> None:
         while True:
-            async for name, pid, reason in admin.verdicts():
+            async for verdict in admin.verdicts():
+                name, pid = verdict.worker_id, verdict.pid
+                # Whoever is asked anew tells it again, when a new process may have the same id.
+                if self._condemned.get(name) == verdict.incarnation:
+                    continue
+                self._condemned[name] = verdict.incarnation
                 process = self._workers.get(name)
                 # Only that incarnation: a newer process under the name is innocent.
-                if process is not None and process.pid == pid:
-                    self._report(f"{name} (process {pid}) is killed: {reason}")
+                if process is not None and process.pid == pid and process.returncode is None:
+                    self._report(f"{name} (process {pid}) is killed: {verdict.reason}")
                     send_signal(process, signal.SIGKILL)
             await anyio.sleep(1.0)
 

@@ -13,6 +13,7 @@ from control_plane.frontends import wire
 from control_plane.frontends.request_sums import RequestSums
 from control_plane.frontends.wire import Choice
 from control_plane.intake.answer_book import taken
+from control_plane.intake.verdict_hub import RecentVerdicts
 from control_plane.scheduling.messages import (
     Accepted,
     CacheFlushed,
@@ -110,6 +111,7 @@ class FrontHub:
         self._cancels: dict[int, _AskedCancel] = {}
         self._last_cancel_id = 0
         self._serving = ServingChanged(())
+        self._verdicts = RecentVerdicts()
         self._refusal: str | None = None
 
     @property
@@ -138,6 +140,9 @@ class FrontHub:
         """A frontend is there; its first message was Start."""
         self._frontends.append(frontend)
         frontend.send(wire.effect_message(self._serving))
+        # A launcher whose frontend is lost watches at another one, which may be this.
+        for condemn in self._verdicts:
+            frontend.send(wire.condemned_message(condemn))
         if self._refusal is not None:
             frontend.send(_refuse_new(self._refusal))
 
@@ -221,7 +226,8 @@ class FrontHub:
                 pass  # for dispatch
 
     def publish_verdict(self, condemn: Condemn) -> None:
-        """Tells the launchers that watch at any frontend."""
+        """Tells the launchers that watch at any frontend, now or later."""
+        self._verdicts.add(condemn)
         self._tell_all(wire.condemned_message(condemn))
 
     def refuse_new(self, reason: str) -> None:

@@ -3,7 +3,7 @@
 Announces ports, answers /health, serves the admin service, ends on SIGTERM.
 
 Usage: control_plane_process.py FOLDER ANNOUNCE
-    FOLDER/verdicts   each line "WORKER PID" is sent as a verdict
+    FOLDER/verdicts   each line "WORKER PID INCARNATION" is sent as a verdict
     FOLDER/unhealthy  /health says 503 while the file exists
     FOLDER/end        ends with the status in the file
     FOLDER/late       announces nothing while the file exists
@@ -62,8 +62,10 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
             path = FOLDER / "verdicts"
             lines = path.read_text().splitlines() if path.exists() else []
             for line in lines[sent:]:
-                worker_id, pid = line.split()
-                yield admin_pb2.Verdict(worker_id=worker_id, pid=int(pid), reason="frozen")
+                name, pid, incarnation = line.split()
+                yield admin_pb2.Verdict(
+                    worker_id=name, incarnation=int(incarnation), pid=int(pid), reason="frozen"
+                )
             sent = len(lines)
             time.sleep(0.05)
 

@@ -187,11 +187,27 @@ def test_a_verdict_kills_that_process_only(start: Callable[..., Running]) -> Non
     running = start()
     running.wait_until_ready()
     first, innocent = running.pids("chip0")[0], running.pids("chip1")[0]
-    (running.folder / "verdicts").write_text(f"chip1 {first}\nchip0 {first}\n")
+    (running.folder / "verdicts").write_text(f"chip1 {first} 7\nchip0 {first} 8\n")
     running.wait_for(lambda: len(running.pids("chip0")) == 2)
     assert f"chip0 (process {first}) is killed: frozen" in running.text()
     assert not gone(innocent)
     assert running.pids("chip1") == [innocent]
+
+
+def test_a_verdict_that_is_told_again_kills_nobody(start: Callable[..., Running]) -> None:
+    running = start()
+    running.wait_until_ready()
+    verdicts = running.folder / "verdicts"
+    (first,), (other,) = running.pids("chip0"), running.pids("chip1")
+    verdicts.write_text(f"chip0 {first} 7\n")
+    running.wait_for(lambda: len(running.pids("chip0")) == 2)
+    # The system gave the new process the id of the one that was condemned.
+    second = running.pids("chip0")[1]
+    with verdicts.open("a") as told:
+        told.write(f"chip0 {second} 7\nchip1 {other} 8\n")
+    running.wait_for(lambda: len(running.pids("chip1")) == 2)
+    assert not gone(second)
+    assert running.pids("chip0") == [first, second]
 
 
 def test_the_launcher_sends_the_first_key_of_the_file(
@@ -202,7 +218,7 @@ def test_the_launcher_sends_the_first_key_of_the_file(
     running = start("--api-key-file", str(tmp_path / "keys"))
     running.wait_until_ready()
     pid = running.pids("chip0")[0]
-    (running.folder / "verdicts").write_text(f"chip0 {pid}\n")
+    (running.folder / "verdicts").write_text(f"chip0 {pid} 7\n")
     running.wait_for(lambda: len(running.pids("chip0")) == 2)
     assert f"chip0 (process {pid}) is killed: frozen" in running.text()
 

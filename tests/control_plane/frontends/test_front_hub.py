@@ -258,7 +258,7 @@ def test_whoever_comes_later_knows_what_all_were_told(hubbed) -> None:
     for each in (hubbed.a, hubbed.b, late):
         assert list(each.of("serving_changed")[-1].group_ids) == ["g0", "g1"]
         assert [refusal.reason for refusal in each.of("refuse_new")] == ["draining"]
-    assert [each.pid for each in hubbed.b.of("condemned")] == [42]
+        assert [verdict.pid for verdict in each.of("condemned")] == [42]
 
 
 def test_it_is_drained_when_no_call_is_left_and_none_can_get_in(hubbed) -> None:
