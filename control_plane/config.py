@@ -63,6 +63,7 @@ SERVICE_RANGES = {
     "http_port": PORT,
     "grpc_port": PORT,
     "frontends": Range(0, FRONTENDS_MAX),
+    "frontend_start_deadline_s": SECONDS,
     "worker_port": PORT,
     "tokenizer_threads": COUNT,
     "client_message_bytes_max": MESSAGE_BYTES,
@@ -172,6 +173,8 @@ class ControlPlaneConfig:
     grpc_port: int = 50051
     frontends: int = 0
     """Processes that take requests; 0: the control plane's own does it."""
+    frontend_start_deadline_s: float = 60.0
+    """From the start of such a process until it takes clients: it builds a tokenizer meanwhile."""
     worker_host: str = "127.0.0.1"
     worker_port: int = 50052
     kv_policy: str = "cover"

@@ -1,7 +1,8 @@
 """The control plane's process: intake and dispatch around the core, from first to last byte.
 
 Start: worker port, client ports, announcement. Stop (SIGTERM, SIGINT): no new requests, running
-ones finish or reach the drain deadline, workers leave, servers close. A second one stops at once.
+ones finish or reach the drain deadline, workers leave, servers close. A second one stops at once,
+and so does one that comes before the client ports are open.
 """
 
 import json
@@ -38,6 +39,7 @@ STOP_HURRIED_S = 1.0
 DRAIN_POLL_S = 0.1
 
 SERVICE_LISTENING = "service.listening"
+SERVICE_INTERRUPTED = "service.interrupted"
 SERVICE_DRAINING = "service.draining"
 SERVICE_STOPPED = "service.stopped"
 CONTEXT_CUT = "service.context_cut"
@@ -63,6 +65,7 @@ class Service:
         self._config = config
         self._failed = False
         self._hurried = False
+        self._interrupted = False
         self._serving = anyio.CancelScope()
         sums = RequestSums() if config.frontends else None
         self._metrics = Metrics(sums)
@@ -102,9 +105,10 @@ class Service:
             async with anyio.create_task_group() as tasks:
                 try:
                     with self._serving:
-                        ports = await self._intake.start(tasks)
-                        await self._announce(ports, worker_port)
-                        await self._watch(signals)
+                        ports = await self._start_intake(tasks, signals)
+                        if ports is not None:
+                            await self._announce(ports, worker_port)
+                            await self._watch(signals)
                 # A task group would wrap it; it is for people to read.
                 except ConfigurationError as error:
                     refused = error
@@ -115,6 +119,31 @@ class Service:
             raise refused
         _log.info(SERVICE_STOPPED, failed=self._failed, counters=asdict(self._metrics.dispatch))
         return not self._failed
+
+    async def _start_intake(
+        self, tasks: TaskGroup, signals: AsyncIterator[signal.Signals]
+    ) -> IntakePorts | None:
+        """Opens the client ports; None if a signal came first. Raises ConfigurationError."""
+        ports: IntakePorts | None = None
+        refused: ConfigurationError | None = None
+        async with anyio.create_task_group() as starting:
+            starting.start_soon(self._interrupt, signals, starting.cancel_scope)
+            try:
+                ports = await self._intake.start(tasks)
+            except ConfigurationError as error:  # as in `run`
+                refused = error
+            starting.cancel_scope.cancel()
+        if refused is not None:
+            raise refused
+        return None if self._interrupted else ports
+
+    async def _interrupt(
+        self, signals: AsyncIterator[signal.Signals], starting: anyio.CancelScope
+    ) -> None:
+        async for number in signals:
+            _log.info(SERVICE_INTERRUPTED, signal=number.name)
+            self._interrupted = True
+            starting.cancel()
 
     def _worker_server(self) -> WorkerServer:
         return WorkerServer(

@@ -273,6 +273,11 @@ FURTHER = (
     Setting("--own-faults", "own_faults_max", "Faults of its own that put a chip out of service."),
     Setting("--own-faults-window", "own_faults_window_s", "Seconds over which they are counted."),
     Setting(
+        "--frontend-start-deadline",
+        "frontend_start_deadline_s",
+        "Seconds a frontend may take until it takes requests.",
+    ),
+    Setting(
         "--worker-message-bytes",
         "worker_message_bytes_max",
         "Bytes of the largest message of a worker.",

@@ -2,6 +2,7 @@
 
 a frontend ends        -> what it asked for is cancelled; it starts again after a pause that grows
 it does not answer     -> it is frozen: it is killed, and the above holds
+it starts too slowly   -> it is killed, which ends it as the next says
 it cannot start at all -> at the start of the service: ConfigurationError; later: as above
 the service drains     -> frontends refuse new calls; one that ends now stays away
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from subprocess import DEVNULL
+from typing import NamedTuple
 
 import anyio
 import structlog
@@ -43,14 +45,25 @@ PINGS_MISSED_MAX = 2
 """A frontend that misses so many pings in a row is frozen; one may be this process's own stall."""
 LEAVE_S = 1.0
 """How long a process may take to end once its stream has."""
+STOP_S = 5.0
+"""How long `stop` lets processes answer what is open and end: less than the service has to stop,
+whose workers must be told to leave as well."""
 STANDARD_ERROR = 2
 
 FRONTEND_LISTENING = "frontend.listening"
 FRONTEND_LOST = "frontend.lost"
 FRONTEND_FROZEN = "frontend.frozen"
+FRONTEND_LATE = "frontend.late"
 MESSAGE_REFUSED = "frontend.message_refused"
 
 _log = structlog.get_logger()
+
+
+class _Running(NamedTuple):
+    """A process that has not ended, and what the hub knows it as."""
+
+    process: Process
+    frontend: Frontend
 
 
 class FrontProcesses:
@@ -83,7 +96,7 @@ class FrontProcesses:
             return message.SerializeToString()
 
         self._hub = FrontHub(post, status, metrics.expose, sums)
-        self._processes: dict[str, Process] = {}
+        self._running: dict[str, _Running] = {}
         self._starting: set[str] = set()
         """Those that have not listened since the service began."""
         self._refusal: str | None = None
@@ -92,7 +105,10 @@ class FrontProcesses:
         self._ports = ExitStack()
 
     async def start(self, tasks: TaskGroup) -> IntakePorts:
-        """Returns once all take clients; `tasks` runs them until `stop`. ConfigurationError."""
+        """Returns once all take clients; `tasks` runs them until `stop`, which may come before.
+
+        Raises ConfigurationError if a port cannot be had or a frontend cannot start.
+        """
         ports = self._ports.enter_context(held_ports(self._config))
         config = replace(
             self._config,
@@ -111,17 +127,21 @@ class FrontProcesses:
         return ports
 
     async def stop(self) -> None:
-        """Ends every answer still running with UNAVAILABLE, and the processes; cut short, it kills
-        what is left of them."""
+        """Ends every answer still running with UNAVAILABLE, and the processes; those that do not
+        take clients yet, and what is left after `STOP_S` or when cut short, it kills."""
         self._stopping = True
+        running = [*self._running.values()]
         try:
-            if not self._starting:
-                self._hub.stop(STOPPED)
-                for process in [*self._processes.values()]:
-                    await process.wait()
+            self._hub.stop(STOPPED)
+            for each in running:
+                if not each.frontend.listening:
+                    _kill(each.process)
+            with anyio.move_on_after(STOP_S):
+                for each in running:
+                    await each.process.wait()
         finally:
-            for process in self._processes.values():
-                _kill(process)
+            for each in running:
+                _kill(each.process)
             self._ports.close()
 
     def deliver(self, effect: Effect) -> None:
@@ -168,20 +188,29 @@ class FrontProcesses:
     async def _run(self, name: str, start: bytes) -> str:
         """Runs a frontend from its start to its end; returns why it would not serve."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ExitStack() as ends:
+            ends.enter_context(theirs)
+            link = await FrameLink.over(ours)
+            ends.callback(link.abort)
             try:
                 process = await _start(name, theirs)
             except OSError as error:
-                ours.close()
                 _log.warning(FRONTEND_LOST, name=name, error=error.strerror)
                 return f"{name} cannot be started: {error.strerror}"
-        self._processes[name] = process
-        link = await FrameLink.over(ours)
-        link.send(start)
-        frontend = Frontend(name, link.send)
+            theirs.close()  # or the stream would not end with the process
+            link.send(start)
+            return await self._attend(Frontend(name, link.send), link, process)
+
+    async def _attend(self, frontend: Frontend, link: FrameLink, process: Process) -> str:
+        """From the first message of a process to its end; returns why it would not serve."""
+        name = frontend.name
+        self._running[name] = _Running(process, frontend)
         self._hub.attach(frontend)
+        if self._stopping:
+            _kill(process)
         try:
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._kill_if_late, frontend, process)
                 await self._listen(frontend, link, process, tasks)
                 tasks.cancel_scope.cancel()
         finally:
@@ -189,6 +218,7 @@ class FrontProcesses:
             calls_count = self._hub.detach(frontend)
             self._metrics.frontends_listening(self._hub.listening_count)
             await _end(process)
+            del self._running[name]
         if not self._stopping:
             _log.warning(
                 FRONTEND_LOST, name=name, status=process.returncode, calls_cancelled=calls_count
@@ -196,6 +226,17 @@ class FrontProcesses:
         return frontend.refusal or (
             f"{name} ended with status {process.returncode} before it served; its log says why"
         )
+
+    async def _kill_if_late(self, frontend: Frontend, process: Process) -> None:
+        deadline_s = self._config.frontend_start_deadline_s
+        await anyio.sleep(deadline_s)
+        if not frontend.listening:
+            _log.error(FRONTEND_LATE, name=frontend.name, pid=process.pid, deadline_s=deadline_s)
+            frontend.refusal = (
+                f"{frontend.name} did not take requests within {deadline_s:g} s of its start; give "
+                "it longer with --frontend-start-deadline, or start fewer with --frontends"
+            )
+            _kill(process)
 
     async def _listen(
         self, frontend: Frontend, link: FrameLink, process: Process, tasks: TaskGroup

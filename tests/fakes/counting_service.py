@@ -183,5 +183,11 @@ async def counting_service(model: ModelFiles, folder: Path, **settings) -> Async
         await served.channel.close()
 
 
+def frontend_pids(logs: list[dict[str, object]], name: str) -> list[int]:
+    """Processes of this frontend that took clients, in their order."""
+    found = [line for line in logs if line["event"] == "frontend.listening"]
+    return [line["pid"] for line in found if line["name"] == name]
+
+
 def ask_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,135 @@
+"""Frontends that cannot start, do so too slowly, or are told to stop meanwhile."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import Process, create_subprocess_exec
+from dataclasses import replace
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from control_plane.config import ControlPlaneConfig
+from control_plane.errors import ConfigurationError
+from control_plane.frontends import front_processes
+from control_plane.frontends.front_processes import FrontProcesses
+from control_plane.frontends.request_sums import RequestSums
+from control_plane.intake.model_files import ModelFiles
+from control_plane.metrics import Metrics
+from control_plane.service import Service
+from scripts.topology import default_model_path
+from tests.fakes.counting_service import (
+    CountingCore,
+    ask_to_stop,
+    frontend_pids,
+    until,
+)
+
+pytestmark = pytest.mark.anyio
+
+FOR_EVER = "import time; time.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelFiles:
+    path = default_model_path()
+    assert path is not None, "the default model's package is not installed"
+    return ModelFiles.load(path)
+
+
+class PlayedStarts:
+    """Programs that are started instead of frontends, as long as it is set."""
+
+    def __init__(self) -> None:
+        self.program: str | None = None
+        self.played: list[Process] = []
+        self._start = front_processes._start
+
+    async def start(self, name: str, end: socket.socket) -> Process:
+        if self.program is None:
+            return await self._start(name, end)
+        process = await create_subprocess_exec(
+            sys.executable, "-c", self.program, pass_fds=[end.fileno()]
+        )
+        self.played.append(process)
+        return process
+
+
+@pytest.fixture
+def starts(monkeypatch) -> PlayedStarts:
+    played = PlayedStarts()
+    monkeypatch.setattr(front_processes, "_start", played.start)
+    return played
+
+
+def service_of(model: ModelFiles, **settings) -> Service:
+    ports = dict.fromkeys(("http_port", "grpc_port", "worker_port"), 0)
+    config = ControlPlaneConfig(
+        **{"model_path": str(model.path), "frontends": 2} | ports | settings
+    )
+    return Service(config, CountingCore(), model, term=1, clock=time.monotonic)
+
+
+async def refusal(service: Service) -> str:
+    with anyio.fail_after(60), pytest.raises(ConfigurationError) as refused:
+        await service.run()
+    return str(refused.value)
+
+
+async def test_frontends_that_cannot_start_end_the_service_with_the_reason(model, starts):
+    gone = service_of(model, model_path="gone")
+    assert "no such file or directory; give a GGUF file" in await refusal(gone)
+    starts.program = "raise SystemExit(3)"
+    reason = await refusal(service_of(model))
+    assert re.search("frontend. ended with status 3 before it served", reason)
+
+
+async def test_frontends_that_never_take_requests_end_the_service_with_the_setting(model, starts):
+    starts.program = FOR_EVER
+    reason = await refusal(service_of(model, frontend_start_deadline_s=0.5))
+    assert re.search("frontend. did not take requests within 0.5 s .*--frontend-start-dead", reason)
+    assert [process.returncode for process in starts.played] == [-signal.SIGKILL] * 2
+
+
+async def test_a_later_one_that_never_takes_requests_is_started_again(model, starts):
+    config = ControlPlaneConfig(str(model.path), frontends=1, http_port=0, grpc_port=0)
+    core, sums = CountingCore(), RequestSums()
+    metrics = Metrics(sums)
+    frontends = FrontProcesses(
+        config, model, print, lambda: core.snapshot(0.0), lambda: 1, metrics=metrics, sums=sums
+    )
+    with capture_logs() as logs:
+        async with anyio.create_task_group() as tasks:
+            await frontends.start(tasks)
+            # Only for the played one: ours may take long on a busy machine.
+            frontends._config = replace(config, frontend_start_deadline_s=0.5)
+            starts.program = FOR_EVER
+            os.kill(frontend_pids(logs, "frontend0")[0], signal.SIGKILL)
+            await until(lambda: any(process.returncode for process in starts.played))
+            frontends._config, starts.program = config, None
+            await until(lambda: len(frontend_pids(logs, "frontend0")) == 2)
+            await frontends.stop()
+            tasks.cancel_scope.cancel()
+    late = [line["pid"] for line in logs if line["event"] == "frontend.late"]
+    assert late[0] == starts.played[0].pid
+    assert starts.played[0].returncode == -signal.SIGKILL
+
+
+async def test_a_signal_while_frontends_start_ends_the_service(model, starts):
+    starts.program = FOR_EVER
+    service = service_of(model)
+    with capture_logs() as logs, anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+
+            async def stop_once_they_start() -> None:
+                await until(lambda: len(starts.played) == 2)
+                ask_to_stop()
+
+            tasks.start_soon(stop_once_they_start)
+            assert await service.run()
+    assert [process.returncode for process in starts.played] == [-signal.SIGKILL] * 2
+    assert not [line for line in logs if line["log_level"] in ("warning", "error", "critical")]
