@@ -26,10 +26,11 @@ from control_plane.metrics import Metrics
 from control_plane.processors import THREAD_SWITCH_S
 from protos import frontend_pb2
 
-STOP_S = 6.0
+STOP_S = 3.5
 """Most time open calls and the servers may take to end."""
-LEAVE_S = 2.0
-"""Most time the control plane may take to read the last of it."""
+LEAVE_S = 1.0
+"""Most time the control plane may take to read the last of it; with STOP_S less than it waits for
+this process to end (see front_processes.py)."""
 CONTROL_PLANE_GONE = "frontend.control_plane_gone"
 
 _log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""Frontends that cannot start, do so too slowly, or are told to stop meanwhile."""
+"""Frontends that cannot start, do so too slowly, or are told to stop then or while frozen."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from asyncio.subprocess import Process, create_subprocess_exec
 from dataclasses import replace
 
 import anyio
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -25,9 +26,11 @@ from scripts.topology import default_model_path
 from tests.fakes.counting_service import (
     CountingCore,
     ask_to_stop,
+    counting_service,
     frontend_pids,
     until,
 )
+from tests.fakes.dialling_worker import DiallingWorker
 
 pytestmark = pytest.mark.anyio
 
@@ -133,3 +136,19 @@ async def test_a_signal_while_frontends_start_ends_the_service(model, starts):
             assert await service.run()
     assert [process.returncode for process in starts.played] == [-signal.SIGKILL] * 2
     assert not [line for line in logs if line["log_level"] in ("warning", "error", "critical")]
+
+
+async def test_workers_are_told_to_leave_though_frontends_do_not_end(model, tmp_path):
+    with capture_logs() as logs:
+        async with counting_service(model, tmp_path, frontends=2, drain_deadline_s=0.1) as s:
+            worker = DiallingWorker(s.ports["worker_port"])
+            await worker.attach()
+            for name in ("frontend0", "frontend1"):
+                os.kill(frontend_pids(logs, name)[0], signal.SIGSTOP)
+            ask_to_stop()
+            with anyio.fail_after(60):
+                message = await worker.call.read()
+            assert message is not grpc.aio.EOF
+            assert message.shutdown.reason
+            await worker.close()
+            assert await s.ends()
