@@ -14,6 +14,7 @@ from contextlib import suppress
 import anyio
 import click
 import structlog
+from anyio.abc import TaskGroup
 
 from control_plane.errors import ConfigurationError
 from control_plane.frontends import wire
@@ -65,31 +66,43 @@ async def serve(end: socket.socket) -> None:
             core.start_refused(str(error))
         else:
             core.front = intake
-            await _serve_clients(intake, core, messages)
+            await _serve_clients(intake, core, link, messages)
         break
     with suppress(TimeoutError), anyio.fail_after(LEAVE_S):
         core.report()
         await link.close()
 
 
-async def _serve_clients(intake: Intake, core: RemoteCore, messages: AsyncIterator[bytes]) -> None:
+async def _serve_clients(
+    intake: Intake, core: RemoteCore, link: FrameLink, messages: AsyncIterator[bytes]
+) -> None:
     async for data in messages:
         # Which groups serve: known before anybody can ask.
         core.take(frontend_pb2.ToFrontend.FromString(data))
         break
     async with anyio.create_task_group() as tasks:
-        try:
-            await intake.start(tasks)
-        except ConfigurationError as error:
-            core.start_refused(str(error))
-            reason = str(error)
+        # Loading the model took a while: the control plane may be gone, its ports another's.
+        if link.other_end_gone:
+            reason = _gone()
         else:
-            core.listening()
-            reason = await _follow(core, messages)
+            reason = await _listen(intake, core, messages, tasks)
         core.close()
         with anyio.move_on_after(STOP_S):
             await intake.stop(reason)
         tasks.cancel_scope.cancel()
+
+
+async def _listen(
+    intake: Intake, core: RemoteCore, messages: AsyncIterator[bytes], tasks: TaskGroup
+) -> str:
+    """Takes clients; returns why the service is over."""
+    try:
+        await intake.start(tasks)
+    except ConfigurationError as error:
+        core.start_refused(str(error))
+        return str(error)
+    core.listening()
+    return await _follow(core, messages)
 
 
 async def _follow(core: RemoteCore, messages: AsyncIterator[bytes]) -> str:
@@ -99,6 +112,10 @@ async def _follow(core: RemoteCore, messages: AsyncIterator[bytes]) -> str:
         if message.HasField("stop"):
             return message.stop.reason
         core.take(message)
+    return _gone()
+
+
+def _gone() -> str:
     _log.error(CONTROL_PLANE_GONE)
     return "the control plane is gone; come back in a moment"
 

@@ -5,6 +5,7 @@ stream ends with the process at either end; nothing is sent twice and nothing is
 """
 
 import asyncio
+import select
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -39,6 +40,15 @@ class FrameLink:
     def backlog_bytes(self) -> int:
         """Sent and not yet taken by the system."""
         return self._pending_bytes + self._writer.transport.get_write_buffer_size()
+
+    @property
+    def other_end_gone(self) -> bool:
+        """Whether the other end is closed, be what it sent read or not."""
+        if self._writer.transport.is_closing():
+            return True
+        hangups = select.poll()
+        hangups.register(self._writer.get_extra_info("socket"), 0)  # they are told unasked
+        return bool(hangups.poll(0))
 
     def send(self, message: bytes) -> None:
         """Sends a message; without effect once the link is closed. An end that lets the backlog

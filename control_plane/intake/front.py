@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+import anyio
 from anyio.abc import TaskGroup
 
 from control_plane.config import ControlPlaneConfig
@@ -99,8 +100,10 @@ class Intake:
         self.refuse_new("the service is stopping")
         self._book.fail_all(reason)
         self._verdicts.close()
-        await self._http.stop(RESPONSES_GRACE_S)
-        await self._grpc.stop(RESPONSES_GRACE_S)
+        # At once: neither port may take calls while what is open at the other ends.
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._http.stop, RESPONSES_GRACE_S)
+            tasks.start_soon(self._grpc.stop, RESPONSES_GRACE_S)
         self._pool.close()
 
     def deliver(self, effect: Effect) -> None:

@@ -54,7 +54,9 @@ async def test_messages_of_all_sizes_arrive_in_order_both_ways(links) -> None:
 async def test_what_was_sent_before_the_close_arrives(links) -> None:
     a, b = links
     a.send(b"last")
+    assert not b.other_end_gone
     await a.close()
+    assert b.other_end_gone
     assert await taken(b) == [b"last"]
     b.send(b"nobody hears this")
     assert await taken(b) == []
