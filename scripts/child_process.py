@@ -9,7 +9,7 @@ from subprocess import DEVNULL
 import anyio
 from anyio.abc import Process
 
-STANDARD_ERROR = 2
+from control_plane.child_processes import STANDARD_ERROR
 
 
 async def start_child(command: list[str]) -> Process:

@@ -31,6 +31,7 @@ from anyio.abc import Process, TaskGroup
 
 from chip_worker.exit_code import ExitCode
 from chip_worker.plane_address import announced_ports
+from control_plane.child_processes import RestartPause
 from control_plane.settings import read_api_keys
 from scripts.child_process import describe_exit, end_child, send_signal, start_child
 from scripts.client import AdminWatcher, health
@@ -47,9 +48,6 @@ PROGRESS_POLL_S = 0.5
 PROGRESS_POLL_READY_S = 2.0
 DRAIN_MARGIN_S = 15.0
 WORKER_GRACE_S = 10.0
-PAUSE_S_MIN = 0.5
-PAUSE_S_MAX = 30.0
-SERVED_A_WHILE_S = 60.0
 START_FAILURES_MAX = 4
 NOTICE_S = 3.0
 """The control plane notices within this that a process has ended."""
@@ -69,15 +67,15 @@ class Addresses:
     worker_port: int
 
 
-class RestartPause:
-    """The pause before a worker is started again: doubles, and forgets after a good run.
+class WorkerStarts:
+    """The starts of one worker. pause: before it is started again.
 
     unusable_count: starts in a row without becoming usable. over: the worker is not started again:
     it left as asked, or ended in a way that starting it again would repeat.
     """
 
     def __init__(self) -> None:
-        self.failures_count = 0
+        self.pause = RestartPause()
         self.unusable_count = 0
         self.over = False
 
@@ -86,13 +84,6 @@ class RestartPause:
         self.unusable_count = 0 if usable else self.unusable_count + 1
         self.over = self.unusable_count >= START_FAILURES_MAX
         return self.over
-
-    def next_s(self, ran_s: float) -> float:
-        """Seconds to wait after a process that ran `ran_s`."""
-        if ran_s >= SERVED_A_WHILE_S:
-            self.failures_count = 0
-        self.failures_count += 1
-        return float(min(PAUSE_S_MAX, PAUSE_S_MIN * 2 ** min(self.failures_count - 1, 16)))
 
 
 class Launcher:
@@ -116,7 +107,7 @@ class Launcher:
         self._workers: dict[str, Process] = {}
         self._condemned: dict[str, int] = {}
         """The latest condemned incarnation of each worker."""
-        self._pauses = {worker_id(i): RestartPause() for i in range(settings.chips_count)}
+        self._starts = {worker_id(i): WorkerStarts() for i in range(settings.chips_count)}
         self._ready = False
         self._signals_count = 0
         self._gave_up = False
@@ -172,22 +163,22 @@ class Launcher:
     async def _keep_worker(self, chip_index: int, plane: "_ControlPlane") -> None:
         name = worker_id(chip_index)
         command = worker_command(self._settings, chip_index, f"@{plane.announce_path}")
-        pause = self._pauses[name]
+        starts = self._starts[name]
         while True:
             started = time.monotonic()
             process = self._workers[name] = await start_child(command)
             code = await process.wait()
-            pause_s = pause.next_s(time.monotonic() - started)
+            pause_s = starts.pause.next_s(time.monotonic() - started)
             said = f"{name} {described_exit(code)}"
             if code == ExitCode.LEFT or code in HOPELESS:
-                pause.over = True
-            elif pause.count(await _was_usable(await plane.admin(), name, process.pid)):
-                said += f" and was not usable in {pause.unusable_count} starts"
+                starts.over = True
+            elif starts.count(await _was_usable(await plane.admin(), name, process.pid)):
+                said += f" and was not usable in {starts.unusable_count} starts"
             if not self._group_may_serve():
                 self._report(said)
                 await self._give_up(plane.process)
                 return
-            if pause.over:
+            if starts.over:
                 self._report(f"{said}; it is not started again")
                 return
             self._report(f"{said}; starting it again in {pause_s:g} s")
@@ -195,10 +186,10 @@ class Launcher:
 
     def _group_may_serve(self) -> bool:
         """False once no group can form: every group lacks a worker or, with fewer chips, all."""
-        pauses = iter(self._pauses.values())
-        groups = [list(islice(pauses, size)) for size in self._settings.group_sizes]
+        starts = iter(self._starts.values())
+        groups = [list(islice(starts, size)) for size in self._settings.group_sizes]
         lacks = all if self._settings.control_plane.scheduling.fewer_chips else any
-        return not all(lacks(pause.over for pause in group) for group in groups)
+        return not all(lacks(each.over for each in group) for group in groups)
 
     async def _give_up(self, control_plane: Process) -> None:
         """Ends a service that cannot serve any more: requests would wait for ever."""

@@ -22,6 +22,7 @@ import structlog
 from anyio.abc import TaskGroup
 from google.protobuf.message import DecodeError
 
+from control_plane.child_processes import STANDARD_ERROR, RestartPause
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError, ProtocolError
 from control_plane.frontends import wire
@@ -36,10 +37,6 @@ from control_plane.intake.release import VERSION
 from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import Condemn, Effect, Event, Snapshot
 
-PAUSE_S_MIN = 0.5
-PAUSE_S_MAX = 30.0
-SERVED_A_WHILE_S = 60.0
-"""After so long a run the pause begins anew."""
 PING_INTERVAL_S = 10.0
 PINGS_MISSED_MAX = 2
 """A frontend that misses so many pings in a row is frozen; one may be this process's own stall."""
@@ -48,7 +45,6 @@ LEAVE_S = 1.0
 STOP_S = 5.0
 """How long `stop` lets processes answer what is open and end: less than the service has to stop,
 whose workers must be told to leave as well."""
-STANDARD_ERROR = 2
 
 FRONTEND_LISTENING = "frontend.listening"
 FRONTEND_LOST = "frontend.lost"
@@ -170,7 +166,7 @@ class FrontProcesses:
 
     async def _keep(self, name: str, start: bytes) -> None:
         """Runs a frontend again and again."""
-        pause_s = PAUSE_S_MIN
+        pause = RestartPause()
         while not self._stopping and not self._hub.refuses_new:
             began = anyio.current_time()
             refusal = await self._run(name, start)
@@ -180,10 +176,7 @@ class FrontProcesses:
                 return
             if not self._stopping:
                 self._metrics.frontend_lost()
-            if anyio.current_time() - began >= SERVED_A_WHILE_S:
-                pause_s = PAUSE_S_MIN
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            await anyio.sleep(pause.next_s(anyio.current_time() - began))
 
     async def _run(self, name: str, start: bytes) -> str:
         """Runs a frontend from its start to its end; returns why it would not serve."""

@@ -41,6 +41,7 @@ REPORT_S = 1.0
 REPORT_INTERVAL_S = 1.0
 """Between two reports of what was counted, while there is something to count: what is not yet told
 is lost with the process."""
+NOBODY = "the control plane does not answer; try again later"
 
 
 class Front(Protocol):
@@ -253,6 +254,3 @@ class RemoteCore(WholeService):
         if self._report_due is None:
             loop = asyncio.get_running_loop()
             self._report_due = loop.call_later(REPORT_INTERVAL_S, self.report)
-
-
-NOBODY = "the control plane does not answer; try again later"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chip_worker.exit_code import ExitCode
-from scripts.launcher import RestartPause, unavailable_lines, was_usable
+from scripts.launcher import WorkerStarts, unavailable_lines, was_usable
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
@@ -20,6 +20,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import anyio
+from control_plane import child_processes
 from scripts import launcher
 from scripts.cli.serve import serve, settings_of
 
@@ -30,7 +31,7 @@ launcher.control_plane_command = lambda settings, announce: [
 launcher.worker_command = lambda settings, index, port: [
     sys.executable, str(fakes / "worker_process.py"), str(folder), f"chip{index}"]
 if (folder / "hurried").exists():
-    launcher.PAUSE_S_MIN = launcher.LAST_LEFT_S = 0.2
+    child_processes.PAUSE_S_MIN = launcher.LAST_LEFT_S = 0.2
 chips = [] if "--groups" in sys.argv else ["--chips", "2"]
 options = [*chips, "--drain-deadline", *sys.argv[2:]]
 values = dict(serve.make_context("serve", options).params)
@@ -323,10 +324,10 @@ def test_a_process_was_usable_if_it_ended_as_anything_but_unavailable(
 
 
 def test_a_usable_start_sets_the_count_back() -> None:
-    pause = RestartPause()
-    starts = [False, False, False, True, False, False, False, False]
-    assert [pause.count(usable) for usable in starts] == [*[False] * 7, True]
-    assert pause.over
+    starts = WorkerStarts()
+    usable = [False, False, False, True, False, False, False, False]
+    assert [starts.count(each) for each in usable] == [*[False] * 7, True]
+    assert starts.over
 
 
 def test_a_group_that_needs_all_its_chips_ends_the_service_with_one_of_them(
@@ -359,9 +360,3 @@ def test_a_reason_that_several_chips_have_is_told_once() -> None:
         "chip0, chip2 are unavailable: burnt",
         "chip1 is unavailable: gone",
     ]
-
-
-def test_the_pause_grows_and_forgets() -> None:
-    pause = RestartPause()
-    assert [pause.next_s(1.0) for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert pause.next_s(61.0) == 0.5
