@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Protocol
 
 import anyio
 import structlog
@@ -28,7 +29,7 @@ from control_plane.intake.front import Intake, IntakePorts
 from control_plane.intake.model_files import ModelFiles
 from control_plane.intake.whole_service import LocalService
 from control_plane.metrics import Metrics
-from control_plane.scheduling.messages import Event, Snapshot
+from control_plane.scheduling.messages import Condemn, Effect
 from control_plane.snapshot_metrics import SnapshotCollector
 
 WORKERS_GRACE_S = 5.0
@@ -45,6 +46,43 @@ SERVICE_STOPPED = "service.stopped"
 CONTEXT_CUT = "service.context_cut"
 
 _log = structlog.get_logger()
+
+
+class ClientIntake(Protocol):
+    """Intake as the service sees it: an Intake in this process, or FrontProcesses around several.
+
+    All methods are for the event loop's thread.
+    """
+
+    @property
+    def vocabulary_tokens(self) -> int:
+        """Ids from there on do not exist for any client, though the model may draw them."""
+
+    @property
+    def running_count(self) -> int:
+        """Calls some client still waits for or reads."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether no call is left, and, once new ones are refused, none can get in any more."""
+
+    async def start(self, tasks: TaskGroup) -> IntakePorts:
+        """Returns once clients are taken; `tasks` runs the rest until `stop`.
+
+        Raises ConfigurationError if it cannot be. May be cancelled; `stop` follows all the same.
+        """
+
+    async def stop(self) -> None:
+        """Ends every answer still running with UNAVAILABLE, then closes the ports."""
+
+    def deliver(self, effect: Effect) -> None:
+        """Takes an effect of the core; those that are not for intake are ignored."""
+
+    def publish_verdict(self, condemn: Condemn) -> None:
+        """Tells every launcher that watches, now or later, that this process must be killed."""
+
+    def refuse_new(self, reason: str) -> None:
+        """From now on new requests get UNAVAILABLE with this reason; health says not serving."""
 
 
 class Service:
@@ -79,9 +117,7 @@ class Service:
             metrics=self._metrics,
         )
         post, snapshot = self._core_loop.post, self._core_loop.snapshot
-        self._intake = _intake(
-            config, model, post, snapshot, clock, lambda: self._dispatcher.term, self._metrics, sums
-        )
+        self._intake = self._intake_of(model, clock, sums)
         settings = group_settings(config, self._intake.vocabulary_tokens)
         self._dispatcher = Dispatcher(settings, term, post, self._metrics.dispatch)
         self._metrics.register(SnapshotCollector(snapshot, lambda: self._intake.running_count))
@@ -91,6 +127,20 @@ class Service:
             architecture=model.architecture,
         )
         _warn_of_context(config, model)
+
+    def _intake_of(
+        self, model: ModelFiles, clock: Callable[[], float], sums: RequestSums | None
+    ) -> ClientIntake:
+        """In this process, or in processes of its own whose counts `sums` holds."""
+        config, metrics = self._config, self._metrics
+        post, snapshot = self._core_loop.post, self._core_loop.snapshot
+        if sums is None:
+            service = LocalService(snapshot, self._term, metrics.expose)
+            return Intake(config, model, post, service, clock, metrics=metrics)
+        return FrontProcesses(config, model, post, snapshot, self._term, metrics=metrics, sums=sums)
+
+    def _term(self) -> int:
+        return self._dispatcher.term
 
     async def run(self) -> bool:
         """Serves until a signal; True if it ended as asked, False if the core failed.
@@ -206,23 +256,6 @@ class Service:
         self._core_loop.close()
         with anyio.move_on_after(STOP_HURRIED_S, shield=True):
             await workers.stop(0)
-
-
-def _intake(
-    config: ControlPlaneConfig,
-    model: ModelFiles,
-    post: Callable[[Event], None],
-    snapshot: Callable[[], Snapshot],
-    clock: Callable[[], float],
-    term: Callable[[], int],
-    metrics: Metrics,
-    sums: RequestSums | None,
-) -> Intake | FrontProcesses:
-    """In this process, or in processes of its own whose counts `sums` holds."""
-    if sums is None:
-        service = LocalService(snapshot, term, metrics.expose)
-        return Intake(config, model, post, service, clock, metrics=metrics)
-    return FrontProcesses(config, model, post, snapshot, term, metrics=metrics, sums=sums)
 
 
 async def _hurry_at_signal(
