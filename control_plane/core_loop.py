@@ -68,9 +68,9 @@ class CoreLoop:
 
     clock: monotonic seconds, fine enough to measure stages with. deliver, carry_out, condemn: take
     effects for intake, for dispatch and for launchers; each may post again. on_failure: called once
-    if the core or one of them raises; the state is then not to be trusted, so no later event is
-    handled. metrics: receives the time of every stage: one for each kind of event (`submit`,
-    `step_done`, ...), `deliver` (text and ends found) and `dispatch` (encoded and sent).
+    if the core or one of them raises, which is logged; the state is then not to be trusted, so no
+    later event is handled. metrics: receives the time of every stage: one for each kind of event
+    (`submit`, `step_done`, ...), `deliver` (text and ends found) and `dispatch` (encoded and sent).
     """
 
     def __init__(
@@ -109,12 +109,10 @@ class CoreLoop:
             while self._events:
                 event = self._events.popleft()
                 self._handle(event)
-        except Exception:
+        except Exception:  # noqa: BLE001 - else it ends in the log of whichever server called
             self._failed = True
-            # Raising alone would end in the log of whichever server or timer called.
             _log.critical(CORE_FAILED, event_kind=type(event).__name__, exc_info=True)
             self._on_failure()
-            raise
         finally:
             self._pumping = False
 

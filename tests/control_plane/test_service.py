@@ -317,10 +317,15 @@ async def test_frontends_without_their_control_plane_say_so_and_end(control_plan
         await asyncio.sleep(0.02)
 
 
-async def test_a_failing_core_ends_the_process_loudly(tmp_path):
+@pytest.mark.parametrize("options", [(), WITH_FRONTENDS], ids=["alone", "frontends"])
+async def test_a_failing_core_ends_the_process_with_one_line(tmp_path, options):
     script = (
         "import sys, control_plane.scheduling.core as core\n"
-        "def fail(self, event, now): raise AssertionError('blocks are lost')\n"
+        "from control_plane.scheduling.messages import Submit\n"
+        "handle = core.SchedulingCore.handle\n"
+        "def fail(self, event, now):\n"
+        "    if isinstance(event, Submit): raise AssertionError('blocks are lost')\n"
+        "    return handle(self, event, now)\n"
         "core.SchedulingCore.handle = fail\n"
         "import control_plane.__main__ as entry\n"
         "entry.main(sys.argv[1:])\n"
@@ -329,18 +334,26 @@ async def test_a_failing_core_ends_the_process_loudly(tmp_path):
     command = [sys.executable, "-c", script, "--model", str(default_model_path())]
     command += ["--http-port=0", "--grpc-port=0", "--worker-port=0", f"--announce={announce}"]
     with subprocess.Popen(  # noqa: ASYNC220 - returns at once
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         while not announce.exists():
             assert process.poll() is None
             await asyncio.sleep(0.02)
-        worker = DiallingWorker(json.loads(announce.read_text())["worker_port"])
-        await worker.call.write(worker.hello())
+        ports = json.loads(announce.read_text())
+        worker = ServingWorker(ports["worker_port"])
+        worker.stay_alive((await worker.attach()).term)
+        await worker.form()
+        body = {"model": "default", "prompt": "x", "max_tokens": 1}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports['http_port']}") as client:
+            while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            answer = await client.post("/v1/completions", json=body, timeout=30)
         _, stderr = await asyncio.to_thread(process.communicate, None, 20)
     await worker.close()
     assert process.returncode == 1
-    assert "blocks are lost" in stderr
-    assert "core.failed" in stderr
+    assert answer.status_code == 503
+    (line,) = [line for line in stderr.splitlines() if "blocks are lost" in line]
+    assert json.loads(line)["event"] == "core.failed"
 
 
 async def test_the_control_plane_never_imports_torch():
