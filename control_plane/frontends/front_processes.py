@@ -2,7 +2,7 @@
 
 a frontend ends        -> what it asked for is cancelled; it starts again after a pause that grows
 it does not answer     -> it is frozen: it is killed, and the above holds
-it starts too slowly   -> it is killed, which ends it as the next says
+it takes no clients    -> after a deadline it is killed, and the below holds
 it cannot start at all -> at the start of the service: ConfigurationError; later: as above
 the service drains     -> frontends refuse new calls; one that ends now stays away
 """
@@ -145,7 +145,7 @@ class FrontProcesses:
         self._hub.deliver(effect)
 
     def publish_verdict(self, condemn: Condemn) -> None:
-        """Tells every launcher that watches that this process must be killed."""
+        """Tells every launcher that watches, now or later, that this process must be killed."""
         self._hub.publish_verdict(condemn)
 
     @property

@@ -113,7 +113,7 @@ class Intake:
             self._grpc.health_changed()
 
     def publish_verdict(self, condemn: Condemn) -> None:
-        """Tells every launcher that watches that this process must be killed."""
+        """Tells every launcher that watches, now or later, that this process must be killed."""
         self._verdicts.publish(condemn)
 
     def cancel(self, request_id: str, reason: str) -> bool:
