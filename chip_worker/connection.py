@@ -24,6 +24,7 @@ from tenacity import (
 
 from chip_worker.batch import Command, Fault, FaultKind, FormGroup, Ready, Report
 from chip_worker.config import WorkerConfig
+from chip_worker.errors import Unreachable
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
 from chip_worker.plane_address import dialled_address
@@ -152,7 +153,7 @@ class Connection:
     async def _stay_registered(self, identity: Identity) -> None:
         """Returns after a stream that lived for a while, so that the pauses start small again."""
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(StreamEnded),
+            retry=retry_if_exception_type(Unreachable),
             wait=wait_random_exponential(
                 multiplier=2 * self._config.connect_backoff_first_s,
                 max=self._config.connect_backoff_max_s,

@@ -3,6 +3,7 @@
 WorkerError
 ├── ConfigurationError   a setting is out of range
 ├── ModelError           the checkpoint cannot be served as asked; trying again does not help
+├── Unreachable          there is no stream to the control plane; trying again may help
 └── DivergedError        a command does not match this worker's tables: the epoch is over
 """
 
@@ -17,6 +18,10 @@ class ConfigurationError(WorkerError):
 
 class ModelError(WorkerError):
     """The checkpoint is missing, malformed or of a kind this worker does not know."""
+
+
+class Unreachable(WorkerError):
+    """There is no stream to the control plane now; trying again may help."""
 
 
 class DivergedError(WorkerError):

@@ -9,7 +9,7 @@ import grpc
 import structlog
 
 from chip_worker.config import WorkerConfig
-from chip_worker.errors import WorkerError
+from chip_worker.errors import Unreachable, WorkerError
 from chip_worker.inbox import Inbox, InboxFull
 from chip_worker.outbox import MESSAGES_MAX, Outbox
 from chip_worker.step_wire import MalformedMessage
@@ -31,7 +31,7 @@ AttachCall = grpc.aio.StreamStreamCall[worker_pb2.AttachRequest, worker_pb2.Atta
 _log = structlog.get_logger()
 
 
-class StreamEnded(WorkerError):
+class StreamEnded(Unreachable):
     """The stream is over; registering again may help."""
 
 

@@ -14,10 +14,11 @@ import anyio
 import structlog
 
 from chip_worker.config import WorkerConfig
+from chip_worker.errors import Unreachable
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
 from chip_worker.plane_address import dialled_address
-from chip_worker.plane_stream import PlaneStream, Refused, StreamEnded
+from chip_worker.plane_stream import PlaneStream, Refused
 from chip_worker.wire import Identity
 
 ANNOUNCE_DEADLINE_S = 10.0
@@ -69,7 +70,7 @@ async def _announce(config: WorkerConfig, identity: Identity) -> None:
         while True:
             try:
                 await _tell(config, identity)
-            except StreamEnded as error:
+            except Unreachable as error:
                 problem = str(error)
             except Refused as error:
                 _log.error(UNAVAILABLE_UNTOLD, error=str(error))

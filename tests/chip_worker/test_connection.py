@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
+from chip_worker import plane_address
 from chip_worker.batch import (
     Fault,
     FaultKind,
@@ -22,7 +24,7 @@ from chip_worker.batch import (
     StepTimes,
 )
 from chip_worker.config import WorkerConfig
-from chip_worker.connection import Connection
+from chip_worker.connection import DISCONNECTED, Connection
 from chip_worker.exit_code import ExitCode
 from chip_worker.status_file import StatusFile, check_status_file
 from chip_worker.wire import Identity
@@ -92,10 +94,10 @@ class FakeSession:
 class RunningWorker:
     """A connection and its compute loop, without a chip."""
 
-    def __init__(self, plane: ScriptedControlPlane, status_path: str) -> None:
+    def __init__(self, control_plane: str, status_path: str) -> None:
         config = WorkerConfig(
             worker_id="chip0",
-            control_plane=f"127.0.0.1:{plane.port}",
+            control_plane=control_plane,
             model_path="m",
             connect_backoff_first_s=0.02,
             connect_backoff_max_s=0.1,
@@ -131,9 +133,13 @@ def plane() -> Iterator[ScriptedControlPlane]:
 
 @pytest.fixture
 def worker(plane, tmp_path) -> Iterator[RunningWorker]:
-    running = RunningWorker(plane, str(tmp_path / "status.json"))
+    running = RunningWorker(address(plane), str(tmp_path / "status.json"))
     yield running
     running.stop()
+
+
+def address(plane: ScriptedControlPlane) -> str:
+    return f"127.0.0.1:{plane.port}"
 
 
 def form(
@@ -190,6 +196,28 @@ def test_a_worker_introduces_itself_forms_and_computes(plane, worker):
     assert plane.heartbeats[-1].group_epoch == 1
     assert worker.state()["state"] == "serving"
     assert worker.state()["group"] == "g0"
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_port_that_is_not_announced_is_told_and_looked_for_again(
+    monkeypatch, plane, tmp_path, content
+):
+    monkeypatch.setattr(plane_address, "ANNOUNCE_TIMEOUT_S", 0.05)
+    path = tmp_path / "announce.json"
+    if content is not None:
+        path.write_text(content)
+    with capture_logs() as logs:
+        worker = RunningWorker(f"127.0.0.1:@{path}", str(tmp_path / "status.json"))
+        wait_until(lambda: len(logs) >= 2)
+        assert worker.state()["state"] == "connecting"
+        whole = tmp_path / "whole"
+        whole.write_text(json.dumps({"worker_port": plane.port}))
+        whole.rename(path)
+        assert plane.next_stream().hello.worker_id == "chip0"
+        worker.stop()
+    assert {log["event"] for log in logs[:2]} == {DISCONNECTED}
+    assert [log["attempt"] for log in logs[:2]] == [1, 2]
+    assert str(path) in logs[0]["error"]
 
 
 def test_commands_of_another_term_or_epoch_are_dropped(plane, worker):
@@ -284,7 +312,7 @@ def test_a_worker_the_control_plane_gave_up_leaves(plane, worker):
 )
 def test_a_worker_that_is_not_wanted_ends(plane, tmp_path, status, code):
     plane.refuse_with = (status, "no")
-    worker = RunningWorker(plane, str(tmp_path / "status.json"))
+    worker = RunningWorker(address(plane), str(tmp_path / "status.json"))
     worker.compute.join(5)
     assert not worker.compute.is_alive()
     assert worker.connection.exit_code is code
@@ -306,7 +334,7 @@ def test_shutdown_is_answered_with_goodbye(plane, worker):
 
 def test_a_worker_leaves_even_if_nobody_answers(plane, tmp_path):
     plane.refuse_with = (grpc.StatusCode.UNAVAILABLE, "not yet")
-    worker = RunningWorker(plane, str(tmp_path / "status.json"))
+    worker = RunningWorker(address(plane), str(tmp_path / "status.json"))
     wait_until(lambda: len(plane.hellos) >= 2)
     began_at = time.monotonic()
     worker.stop()

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import anyio
+import pytest
 
+from chip_worker import plane_address
+from chip_worker.errors import Unreachable
 from chip_worker.plane_address import dialled_address
 
 
@@ -32,3 +35,32 @@ def test_a_port_is_waited_for_until_it_is_announced(tmp_path: Path) -> None:
 
     with_port = anyio.run(dial_before_it_is_there)
     assert with_port == "[::1]:7"
+
+
+def test_a_port_that_is_not_announced_is_told_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plane_address, "ANNOUNCE_TIMEOUT_S", 0.05)
+    path = tmp_path / "announce.json"
+    with pytest.raises(Unreachable, match=rf"{path} .* not there .* --announce {path}"):
+        anyio.run(dialled_address, f"127.0.0.1:@{path}")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"\xff", "can't decode byte"),
+        (b"[7]", "no worker_port"),
+        (b'{"http_port": 8}', "no worker_port"),
+        (b'{"worker_port": "7"}', "no worker_port"),
+    ],
+)
+def test_a_file_of_something_else_is_named_with_the_remedy(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
+    path = tmp_path / "announce.json"
+    path.write_bytes(content)
+    with pytest.raises(Unreachable, match=rf"{path} is not .*{problem}.*--announce {path}"):
+        anyio.run(dialled_address, f"127.0.0.1:@{path}")
