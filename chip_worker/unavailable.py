@@ -22,7 +22,7 @@ from chip_worker.plane_stream import PlaneStream, Refused
 from chip_worker.wire import Identity
 
 ANNOUNCE_DEADLINE_S = 10.0
-"""A control plane that has not answered by then will learn it from the next process."""
+"""A control plane that listens and has not answered by then will learn it from the next process."""
 ANNOUNCE_PAUSE_S = 0.5
 
 UNAVAILABLE = "worker.unavailable"
@@ -59,13 +59,14 @@ def identity_without_chip(config: WorkerConfig, incarnation: int, reason: str) -
 def announce(config: WorkerConfig, identity: Identity) -> None:
     """Tells the reason in `identity`; returns when it is acknowledged, or after a while anyway.
 
-    For a thread without an event loop.
+    The while begins when the control plane's address is known. For a thread without an event loop.
     """
     _log.error(UNAVAILABLE, worker=config.worker_id, reason=identity.unavailable_reason)
     asyncio.run(_announce(config, identity))
 
 
 async def _announce(config: WorkerConfig, identity: Identity) -> None:
+    await _wait_announced(config)
     with anyio.move_on_after(ANNOUNCE_DEADLINE_S):
         while True:
             try:
@@ -80,6 +81,23 @@ async def _announce(config: WorkerConfig, identity: Identity) -> None:
             _log.info(UNAVAILABLE_UNTOLD, error=problem)
             await anyio.sleep(ANNOUNCE_PAUSE_S)
     _log.error(UNAVAILABLE_UNTOLD, control_plane=config.control_plane)
+
+
+async def _wait_announced(config: WorkerConfig) -> None:
+    """Until the address is known: a control plane that is being started may take longer to listen.
+
+    As a worker with a chip waits for it.
+    """
+    pause_s = ANNOUNCE_PAUSE_S
+    while True:
+        try:
+            await dialled_address(config.control_plane)
+        except Unreachable as error:
+            _log.warning(UNAVAILABLE_UNTOLD, error=str(error))
+        else:
+            return
+        await anyio.sleep(pause_s)
+        pause_s = min(2 * pause_s, config.connect_backoff_max_s)
 
 
 async def _tell(config: WorkerConfig, identity: Identity) -> None:

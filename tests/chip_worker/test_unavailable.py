@@ -1,16 +1,19 @@
 """Telling the control plane of a chip that cannot be used, and the watch over its opening."""
 
+import json
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable, DeviceError
 from backends.plugin import BackendConfig
-from chip_worker import unavailable, worker
+from chip_worker import plane_address, unavailable, worker
 from chip_worker.backend_debug import DebuggedBackend
 from chip_worker.config import WorkerConfig
 from chip_worker.connection import Connection
@@ -55,6 +58,28 @@ def test_a_control_plane_that_is_not_ready_is_asked_again():
         plane.refuse_with = None
         told.join(5)
         assert plane.next_stream(timeout_s=0.1).read().HasField("goodbye")
+
+
+def test_a_control_plane_that_is_announced_late_is_told_too(monkeypatch, tmp_path):
+    """The deadline is for its answer; here it would be over before there is an address."""
+    monkeypatch.setattr(unavailable, "ANNOUNCE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(unavailable, "ANNOUNCE_PAUSE_S", 0.05)
+    monkeypatch.setattr(plane_address, "ANNOUNCE_TIMEOUT_S", 0.1)
+    path = tmp_path / "announce.json"
+    announced_late = replace(config(0), control_plane=f"127.0.0.1:@{path}")
+    with ScriptedControlPlane() as plane, capture_logs() as logs:
+        told = threading.Thread(target=announce, args=(announced_late, IDENTITY))
+        told.start()
+        time.sleep(0.5)
+        assert told.is_alive()
+        monkeypatch.setattr(unavailable, "ANNOUNCE_DEADLINE_S", 30.0)
+        assert str(path) in logs[-1]["error"]
+        whole = tmp_path / "whole"
+        whole.write_text(json.dumps({"worker_port": plane.port}))
+        whole.rename(path)
+        assert plane.next_stream().read().HasField("goodbye")
+        told.join(5)
+        assert not told.is_alive()
 
 
 @pytest.mark.usefixtures("hurried")
