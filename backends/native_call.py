@@ -20,6 +20,13 @@ class NativeCall(ABC):
     def finish(self) -> None:
         """Does what `function` has left to do; the program then goes on. Raises why it cannot."""
 
+    @abstractmethod
+    def abandon(self) -> None:
+        """The program ended early: nothing the call was made for is touched from now on.
+
+        The program lends tensors to its calls, and nobody may keep them when it is interrupted.
+        """
+
 
 NativeForm = Callable[..., NativeCall | None]
 """Gives the same call as native code for tensors; None if it must be called from Python."""

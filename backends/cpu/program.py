@@ -148,10 +148,16 @@ class _NativePart:
         self._engine.library.polychip_program_call(self.address, call.function, call.context)
 
     def __call__(self) -> None:
-        made = self._run(self._engine.address, self.address, 0)
-        while made >= 0:
-            self._calls[made - 1].finish()
-            made = self._run(self._engine.address, self.address, made)
+        try:
+            made = self._run(self._engine.address, self.address, 0)
+            while made >= 0:
+                self._calls[made - 1].finish()
+                made = self._run(self._engine.address, self.address, made)
+        except BaseException:
+            # Also an interrupt, that rises wherever it likes.
+            for call in self._calls:
+                call.abandon()
+            raise
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:

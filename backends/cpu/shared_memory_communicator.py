@@ -189,6 +189,12 @@ class _NativeAllReduce(NativeCall):
         """It failed, or a signal ended the wait."""
         _work(self._end, Kind.ALL_REDUCE, self._call.number).wait()
 
+    @override
+    def abandon(self) -> None:
+        """One that is under way breaks the communicator: the other ranks wait for it in vain."""
+        if not self._end.finished(self._call.number):
+            self._end.abort()
+
 
 def _work(end: SharedMemoryEnd, kind: Kind, number: int) -> Work:
     """Of an operation that was submitted. number: 0 if it was refused."""

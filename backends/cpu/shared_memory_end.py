@@ -128,11 +128,16 @@ class SharedMemoryEnd:
         held = self._held
         while held and held[0][0] < self._oldest.value:
             held.popleft()
-        number: int = self._submit(
-            self._pointer, code, source.data_ptr(), target.data_ptr(), part_bytes
-        )
-        if number >= self._oldest.value:
-            held.append((number, source, target))
+        try:
+            number: int = self._submit(
+                self._pointer, code, source.data_ptr(), target.data_ptr(), part_bytes
+            )
+            if number >= self._oldest.value:
+                held.append((number, source, target))
+        except BaseException:
+            # An interrupt in between: nobody would hold the tensors, nor know the operation.
+            self.abort()
+            raise
         return number
 
     def repeated_call(

@@ -193,3 +193,46 @@ def test_a_signal_is_handled_in_a_wait_and_the_replay_goes_on(ranks):
         other.join()
     assert handled.is_set()
     assert torch.equal(mine, results[0])
+
+
+def test_an_interrupted_replay_leaves_nothing_under_way(ranks):
+    """What the sum works on may be gone once nobody keeps the program."""
+    first, second = ranks()
+    run_ranks([lambda rank=rank: rank.replay(7) for rank in (first, second)])
+    end = first.communicator._end
+    program = first.programs[7][1]
+    calls = [call for part in program._parts for call in getattr(part, "_calls", ())]
+
+    def interrupt(*_):
+        if not all(end.finished(call._call.number) for call in calls):
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    # Again and again: one signal may come before the wait begins.
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            first.replay(7)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(PeerLost, match="all_reduce: rank 0 aborted"):
+        second.replay(7)
+
+
+def test_an_interrupt_in_a_submission_leaves_nothing_under_way(ranks):
+    """The tensor would not be held yet."""
+    first, second = ranks()
+    # More than a buffer takes: the sum needs both ranks to the end.
+    parts = torch.ones(4 * SMALL.buffer_bytes), torch.ones(4 * SMALL.buffer_bytes)
+    end, submit = first.communicator._end, first.communicator._end._submit
+
+    def interrupted(*arguments):
+        submit(*arguments)
+        raise KeyboardInterrupt
+
+    end._submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        first.communicator.all_reduce(parts[0])
+    with pytest.raises(PeerLost, match="all_reduce: rank 0 aborted"):
+        second.communicator.all_reduce(parts[1]).wait()

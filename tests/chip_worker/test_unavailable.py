@@ -47,8 +47,9 @@ def test_the_reason_is_told_and_acknowledged():
         assert stream.read() is None
 
 
-@pytest.mark.usefixtures("hurried")
-def test_a_control_plane_that_is_not_ready_is_asked_again():
+def test_a_control_plane_that_is_not_ready_is_asked_again(monkeypatch):
+    monkeypatch.setattr(unavailable, "ANNOUNCE_DEADLINE_S", 30.0)
+    monkeypatch.setattr(unavailable, "ANNOUNCE_PAUSE_S", 0.05)
     with ScriptedControlPlane() as plane:
         plane.refuse_with = (grpc.StatusCode.UNAVAILABLE, "not yet")
         told = threading.Thread(target=announce, args=(config(plane.port), IDENTITY))
@@ -56,7 +57,7 @@ def test_a_control_plane_that_is_not_ready_is_asked_again():
         while not plane.hellos:
             time.sleep(0.01)
         plane.refuse_with = None
-        told.join(5)
+        told.join(30)
         assert plane.next_stream(timeout_s=0.1).read().HasField("goodbye")
 
 
