@@ -117,7 +117,10 @@ def _figures(start: StartUp) -> dict[str, float]:
 
 
 def result_table(commands: Sequence[Sequence[str]], runs: Runs) -> Table:
-    """A row for every stage; of each server median and spread, and the median of the ratios."""
+    """A row for every stage; of each server median and spread, and the median of the ratios.
+
+    What was not told of a start is left out; a dash stands where nothing is left.
+    """
     title = f"Seconds from the launch, median of {len(runs)} starts (least to most)"
     table = titled_table(title, [""])
     for index, command in enumerate(commands):
@@ -125,20 +128,21 @@ def result_table(commands: Sequence[Sequence[str]], runs: Runs) -> Table:
         if index:
             table.add_column(f"{OWN_NAME} / {_name(index, command)}", justify="right")
     for stage in (*STAGES.values(), FIRST_TOKEN, PROCESSOR):
+        told = [_told(stage, [run[index] for run in runs]) for index in range(len(commands))]
         cells = []
-        for index in range(len(commands)):
-            found = [_figures(run[index]).get(stage) for run in runs]
-            values = [each for each in found if each is not None]
-            cells.append(_spread(values))
+        for index, values in enumerate(told):
+            cells.append(_spread(list(values.values())))
             if index:
-                ratios = (
-                    [_figures(run[0])[stage] / _figures(run[index])[stage] for run in runs]
-                    if values
-                    else []
-                )
-                cells.append(f"{median(ratios):.2f}" if ratios else "")
+                ratios = [told[0][run] / values[run] for run in told[0].keys() & values.keys()]
+                cells.append(f"{median(ratios):.2f}" if ratios else "-")
         table.add_row(stage, *cells)
     return table
+
+
+def _told(stage: str, starts: Sequence[StartUp]) -> dict[int, float]:
+    """By the number of the start, for those that told of this stage."""
+    figures = [_figures(start) for start in starts]
+    return {number: each[stage] for number, each in enumerate(figures) if stage in each}
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from scripts import startup
 from scripts.cli import bench_startup
+from scripts.cli.bench_startup import result_table
 from scripts.cli.main import main
 from scripts.startup import StartFailed, StartUp, free_port, stages_of, start_up
 
@@ -111,6 +112,23 @@ def test_servers_take_turns_and_the_first_turn_does_not_count(monkeypatch, tmp_p
     (first,) = [line.split() for line in lines if line.split()[:2] == ["first", "token"]]
     assert first[2:] == ["8.00", "(6.00", "to", "10.00)", "5.00", "(4.00", "to", "6.00)", "1.58"]
     assert any(line.split()[:2] == ["group", "serves"] for line in lines)
+
+
+def test_a_stage_that_was_not_told_has_a_dash():
+    """By server and by start: only what both have told of the same start is compared."""
+    runs = [
+        [StartUp({"group serves": 3.0}, 4.0, 0.5), StartUp({}, 2.0, 0.5)],
+        [StartUp({"worker registered": 1.0}, 4.0, 0.5), StartUp({"group serves": 9.0}, 2.0, 0.5)],
+        [StartUp({"weights loaded": 6.0}, 4.0, 0.5), StartUp({"weights loaded": 3.0}, 2.0, 0.5)],
+    ]
+    table = result_table([["polychip"], ["server"]], runs)
+    columns = [column.cells for column in table.columns]
+    rows = {name: cells for name, *cells in zip(*columns, strict=True)}
+    assert rows["group serves"] == ["3.00 (3.00 to 3.00)", "9.00 (9.00 to 9.00)", "-"]
+    assert rows["worker registered"] == ["1.00 (1.00 to 1.00)", "-", "-"]
+    assert rows["control plane listens"] == ["-", "-", "-"]
+    assert rows["weights loaded"][-1] == "2.00"
+    assert rows["first token"][-1] == "2.00"
 
 
 def test_a_server_that_fails_ends_the_command(monkeypatch):
