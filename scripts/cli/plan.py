@@ -165,7 +165,10 @@ def plan(
     question = Question(
         task, count, chip_bytes, settings, requests_min, found.capabilities.rows_max
     )
-    made = question.answer(calibration)
+    try:
+        made = question.answer(calibration)
+    except NotMeasured as error:
+        raise click.ClickException(str(error)) from error
     command = None
     end: Advice | Shortage
     if made.advice is not None:
@@ -173,7 +176,7 @@ def plan(
         command = serve_command(model_path, question, made)
         lines = advice_lines(made, made.advice, command)
     else:
-        end = shortage_of(made, fewer_bits(question))
+        end = shortage_of(made, fewer_bits(question, made.wishes))
         lines = shortage_lines(made, end)
     if as_json:
         click.echo(json.dumps(plan_values(made, end, command), indent=2))
@@ -251,17 +254,14 @@ class Question:
     rows_max: int
 
     def answer(self, calibration: Calibration | None) -> Plan:
-        """Measures the needs and makes the plan. Raises ClickException if that cannot be."""
+        """Measures the needs and makes the plan. Raises NotMeasured, or UsageError."""
         count = self.chips_count
         sizes = {layout.size for layout in layouts(count)}
         if calibration is not None:
             sizes.add(calibration.group_size)
         larger = set(powers_of_two(count + 1, LARGER_FACTOR * count)) - sizes
         task = replace(self.task, sizes=tuple(sorted(sizes)), larger_sizes=tuple(sorted(larger)))
-        try:
-            model, chips = measure_needs(task)
-        except NotMeasured as error:
-            raise click.ClickException(str(error)) from error
+        model, chips = measure_needs(task)
         if self.chip_bytes is not None:
             chips = replace(
                 chips,
@@ -295,16 +295,18 @@ class Question:
         )
 
 
-def fewer_bits(question: Question) -> dict[str, Plan]:
-    """Plans with other values of --weights, as far as the chips can hold such weights."""
+def fewer_bits(question: Question, wishes: Wishes) -> dict[str, Plan]:
+    """Plans for the same wishes with other values of --weights, as far as chips can hold such."""
     plans: dict[str, Plan] = {}
+    # A calibration is of one form of the weights, but what it made a wish of stays one.
+    settings = {name: getattr(wishes, name) for name in OF_SERVE}
     for weights in FEWER_BITS:
         if weights == question.task.weights:
             continue
         try:
-            other = replace(question, task=replace(question.task, weights=weights))
-            plans[weights] = other.answer(None)
-        except click.ClickException:
+            task = replace(question.task, weights=weights)
+            plans[weights] = replace(question, task=task, settings=settings).answer(None)
+        except NotMeasured:
             # These chips have no kernels for such weights: no remedy.
             continue
     return plans

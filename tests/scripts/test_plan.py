@@ -201,6 +201,17 @@ def test_a_calibration_gives_speeds_and_settings(model_path, tmp_path):
     assert f"--calibration {path}: " in broken.output
 
 
+def test_remedies_are_for_the_wishes_of_the_calibration(model_path, tmp_path):
+    """33 requests are more than a group computes at once, unless the calibration says so."""
+    path = tmp_path / "calibration.json"
+    settings = CalibratedSettings(chunk_tokens=128, running_max=64)
+    replace(CALIBRATION, model_digest="digest", group_size=1, settings=settings).write(path)
+    chips = ("--chip-memory", "1.3GiB", "--chips", "1", "--context", "16")
+    result = run(model_path, *chips, "--requests", "33", "--calibration", str(path))
+    assert result.exit_code == 1
+    assert "--weights int8: 1 group of 1 chip would do" in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
