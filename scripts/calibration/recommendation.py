@@ -59,8 +59,13 @@ def smallest_good(rates: Sequence[Rate]) -> int:
 
 
 def _end_reached(rates: Sequence[Rate], option: str) -> list[str]:
-    """A remark if throughput still rises where the sweep ends: the best may lie beyond."""
+    """A remark if throughput may still rise where the sweep ends: the best may lie beyond."""
     last = rates[-1]
+    if len(rates) == 1:
+        return [
+            f"only {last.size} was measured, and nothing says that it is good: measure several "
+            f"{option}, if context and memory allow"
+        ]
     if any(last.tokens_per_s < RISE_MIN * rate.tokens_per_s for rate in rates[:-1]):
         return []
     return [

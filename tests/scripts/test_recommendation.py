@@ -87,9 +87,13 @@ def test_a_rise_up_to_an_earlier_peak_is_none():
 
 
 def test_of_a_single_size_nobody_knows_what_lies_beyond():
-    size, _, remarks = chosen((Rate(512, 10.0),))
+    size, _, (remark,) = chosen((Rate(512, 10.0),))
     assert size == 512
-    assert "rises at 512" in remarks[0]
+    assert "only 512 was measured" in remark
+    assert "measure several --chunks" in remark
+    assert "rises" not in remark
+    (remark,) = chosen(FLAT, (Rate(8, 10.0),))[2]
+    assert "several --batches" in remark
 
 
 @pytest.mark.parametrize(
