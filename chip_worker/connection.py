@@ -122,7 +122,7 @@ class Connection:
     def _run_thread(self, identity: Identity, started: threading.Event) -> None:
         try:
             asyncio.run(self._run(identity, started))
-        except Exception:
+        except BaseException:
             # The compute thread would wait for ever for a command.
             self.exit_code = ExitCode.FAILED
             self.inbox.put_shutdown("the connection failed")
@@ -144,10 +144,6 @@ class Connection:
                     self.exit_code = ExitCode.SUPERSEDED if superseded else ExitCode.REFUSED
                 _log.error(REFUSED, error=str(error))
                 self.inbox.put_shutdown(str(error))
-            except asyncio.CancelledError:
-                # gRPC may raise one of its own in place of that of the scope.
-                if not self._closing:
-                    raise
         self._write_status()
 
     async def _stay_registered(self, identity: Identity) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from time import monotonic, monotonic_ns
 
 import anyio
+import anyio.lowlevel
 import grpc
 import structlog
 
@@ -90,6 +91,10 @@ class PlaneStream:
                 message = await call.read()
             except _LOCAL_ERRORS:
                 message = grpc.aio.EOF
+            except asyncio.CancelledError:
+                # gRPC may raise one of its own, which no scope takes for what it asked for.
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                raise
         if message is grpc.aio.EOF:
             raise await _end_of(call)
         if not isinstance(message, worker_pb2.AttachResponse) or not message.HasField("welcome"):

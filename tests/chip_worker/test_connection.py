@@ -29,7 +29,8 @@ from chip_worker.exit_code import ExitCode
 from chip_worker.status_file import StatusFile, check_status_file
 from chip_worker.wire import Identity
 from chip_worker.worker import run_commands
-from protos import worker_pb2
+from protos import worker_pb2, worker_pb2_grpc
+from tests.fakes.cancelled_call import CancelledCall
 from tests.fakes.scripted_control_plane import ScriptedControlPlane
 
 TERM = 1000
@@ -340,6 +341,30 @@ def test_a_worker_leaves_even_if_nobody_answers(plane, tmp_path):
     worker.stop()
     assert time.monotonic() - began_at < 1.0
     assert worker.state()["state"] == "leaving"
+
+
+def test_a_worker_leaves_while_its_stream_is_prepared(monkeypatch, tmp_path):
+    """The cancellation that this takes comes back as a foreign one."""
+    call = CancelledCall()
+    monkeypatch.setattr(worker_pb2_grpc, "WorkerServiceStub", lambda _channel: call)
+    worker = RunningWorker("127.0.0.1:1", str(tmp_path / "status.json"))
+    assert call.read_begun.wait(5)
+    worker.stop()
+    assert not worker.connection._thread.is_alive()
+    assert worker.connection.exit_code is ExitCode.LEFT
+    assert worker.state()["state"] == "leaving"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_connection_that_ends_by_itself_ends_the_worker(monkeypatch, tmp_path):
+    """The compute thread would wait for ever for a command."""
+    call = CancelledCall(patience_s=0.0)
+    monkeypatch.setattr(worker_pb2_grpc, "WorkerServiceStub", lambda _channel: call)
+    worker = RunningWorker("127.0.0.1:1", str(tmp_path / "status.json"))
+    worker.compute.join(5)
+    assert not worker.compute.is_alive()
+    assert worker.connection.exit_code is ExitCode.FAILED
+    worker.connection.close("over")
 
 
 @pytest.mark.parametrize(

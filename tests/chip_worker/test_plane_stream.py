@@ -4,11 +4,13 @@ import anyio
 import grpc
 import pytest
 
+from chip_worker import plane_stream
 from chip_worker.config import WorkerConfig
 from chip_worker.inbox import Inbox
 from chip_worker.plane_stream import PlaneStream, StreamEnded
 from protos import worker_pb2, worker_pb2_grpc
 from tests.chip_worker.test_wire import IDENTITY
+from tests.fakes.cancelled_call import CancelledCall
 
 
 class ScriptedCall:
@@ -79,3 +81,21 @@ def test_goodbye_may_be_answered_before_its_writing_returns(monkeypatch):
 def test_a_stream_lost_while_goodbye_is_said_is_no_goodbye(monkeypatch):
     with pytest.raises(StreamEnded, match="UNAVAILABLE: as scripted"):
         leave(ScriptedCall(grpc.StatusCode.UNAVAILABLE), monkeypatch)
+
+
+def test_a_foreign_cancellation_is_taken_for_that_of_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plane_stream, "ATTACH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(worker_pb2_grpc, "WorkerServiceStub", lambda _channel: CancelledCall())
+
+    async def attach() -> None:
+        config = WorkerConfig("chip0", "127.0.0.1:1", "m")
+        stream = PlaneStream(config, config.control_plane, IDENTITY, Inbox(lambda _ended: None))
+        try:
+            await stream.attach(term_highest=0)
+        finally:
+            await stream.close()
+
+    with pytest.raises(StreamEnded, match="no Welcome"):
+        anyio.run(attach)
