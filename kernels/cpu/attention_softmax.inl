@@ -16,7 +16,8 @@ constexpr std::int64_t kSumParts = AttentionPlan::kSumParts;
 inline Vector power_of_two(Vector x) {
   constexpr float kLowest = -126.0f;
 #if defined(__AVX512F__)
-  const Vector whole = _mm512_maskz_roundscale_ps(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vector whole = _mm512_maskz_roundscale_ps(
+      0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Vector rest = x - whole;
 #else
   // Beside so great a number fractions have no room, and its last bits are the whole number.

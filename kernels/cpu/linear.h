@@ -22,8 +22,8 @@ struct Product {
   Number output_number;
 };
 
-// Computes one panel of a product, all rows; the weight is packed for as many threads as compute. A row's result depends on that row alone, not on how
-// many others there are.
+// Computes one panel of a product, all rows; the weight is packed for as many threads as compute. A
+// row's result depends on that row alone, not on how many others there are.
 using PanelKernel = void (*)(const Product& product, std::int32_t panel);
 
 // The one for a kind of number.

@@ -104,7 +104,8 @@ class PackedMatrix {
   std::vector<std::shared_ptr<Slab>> keepers_;
 };
 
-// Rows from `first` on, for `write(first row, its end)`, which is called for those of one panel at a time.
+// Rows from `first` on, for `write(first row, its end)`, which is called for those of one panel at a
+// time.
 template <typename Write>
 class PanelByPanel final : public Operation {
  public:

@@ -63,7 +63,8 @@ struct Boolean : Plain<std::uint8_t> {
 };
 
 template <typename Codec>
-POLYCHIP_FOR_EACH_WIDTH void sum_as(const char* const* inputs, int inputs_count, char* output, std::uint64_t bytes) {
+POLYCHIP_FOR_EACH_WIDTH void sum_as(const char* const* inputs, int inputs_count, char* output,
+                                    std::uint64_t bytes) {
   using Stored = typename Codec::Stored;
   const std::uint64_t count = bytes / sizeof(Stored);
   typename Codec::Wide totals[kTile];
