@@ -25,7 +25,8 @@ class WeightForm(Enum):
 
     @property
     def block_bytes(self) -> int:
-        """What a block takes in a file."""
+        """What a block takes in a file; plain numbers take what their dtype does."""
+        assert self is not WeightForm.PLAIN, "plain weights are in no blocks"
         return _BLOCK_BYTES[self.value]
 
     def row_bytes(self, columns: int) -> int:

@@ -41,6 +41,7 @@ BACKEND_CHOSEN = "worker.backend_chosen"
 BACKEND_REJECTED = "worker.backend_rejected"
 BACKEND_FAILED = "worker.backend_failed"
 MODEL_FAILED = "worker.model_failed"
+OPTION_REFUSED = "worker.option_refused"
 
 _log = structlog.get_logger()
 
@@ -192,13 +193,16 @@ def read_join_token(path: Path) -> str:
 
 
 def run(config: WorkerConfig, model_name: str = "") -> ExitCode:
-    """Serves until told to leave; a backend or model that fails is said and told by the code."""
+    """Serves until told to leave; an option, backend or model that fails is told by the code."""
     sys.setswitchinterval(THREAD_SWITCH_S)
     try:
         config, backend, backend_config = start_backend(config)
         # Imports torch, which some vendors prepare in on_init.
         worker = import_to_stay("chip_worker.worker")
         ended: ExitCode = worker.serve(config, backend, backend_config, model_name)
+    except ConfigurationError as error:
+        _log.error(OPTION_REFUSED, error=str(error))
+        return ExitCode.USAGE
     except ModelError as error:
         _log.error(MODEL_FAILED, error=str(error))
         return ExitCode.MODEL_FAILED

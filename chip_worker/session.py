@@ -61,8 +61,8 @@ class Session:
 
     loader: the open checkpoint, closed by `close`. report: called on that thread; must not block
     for long. clock_ns: monotonic; the same clock as `Step.received_ns`. on_fault: called first
-    thing at every fault. The constructor opens the chip and raises a BackendError if it fails;
-    later errors become Fault reports.
+    thing at every fault. The constructor opens the chip and raises a BackendError if it fails, or
+    ConfigurationError if it is not for such weights; later errors become Fault reports.
     """
 
     def __init__(

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from backends.errors import BackendUnavailable
 from backends.interface import Device, KVSpec, WeightForm
 from backends.plugin import ModelLoadPlan
 from chip_worker.checkpoint import ModelFingerprint
+from chip_worker.errors import ConfigurationError
 from chip_worker.kv_groups import KVGroups, model_kv_groups
 from chip_worker.model_config import ModelConfig
 from chip_worker.models.decoder_weights import DecoderWeights
@@ -62,10 +62,10 @@ class ShardLoader:
         return self._checkpoint.fingerprint(self._config, self._weights)
 
     def check_device(self, device: Device) -> None:
-        """Raises BackendUnavailable if the chip cannot hold weights as it is told to."""
+        """Raises ConfigurationError if the chip cannot hold weights as it is told to."""
         needed = {"int8": {WeightForm.Q8_0}, "native": set(WeightForm)}.get(self._weights, set())
         if not needed <= device.weight_forms:
-            raise BackendUnavailable(
+            raise ConfigurationError(
                 f"--weights is {self._weights}, but this chip has no kernels for weights of 8 or 4 "
                 "bits; choose --weights bf16, or the cpu backend with its native kernels"
             )

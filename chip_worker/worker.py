@@ -19,6 +19,7 @@ from chip_worker.backend_debug import with_debug
 from chip_worker.batch import Command, Shutdown
 from chip_worker.config import WorkerConfig
 from chip_worker.connection import Connection
+from chip_worker.errors import ConfigurationError
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
 from chip_worker.session import Session
@@ -42,8 +43,9 @@ def serve(
 ) -> ExitCode:
     """Serves until told to leave; the calling thread computes and must be the main one.
 
-    Raises ModelError, or BackendError if the chip cannot be opened; the control plane knows of it
-    by then. A chip that does not come back in time ends the process.
+    Raises ModelError; BackendError if the chip cannot be opened, ConfigurationError if it cannot do
+    as it is told: the control plane knows of both by then. A chip that does not come back in time
+    ends the process.
     """
     incarnation = secrets.randbelow((1 << 64) - 1) + 1
     status = StatusFile(config.status_file, config.worker_id, incarnation, wall_clock)
@@ -91,7 +93,10 @@ def _open_session(
     status: StatusFile,
     incarnation: int,
 ) -> Session:
-    """Opens checkpoint and chip. Raises ModelError, or BackendError after telling of it."""
+    """Opens checkpoint and chip.
+
+    Raises ModelError; or, after telling of it, BackendError or ConfigurationError.
+    """
 
     def tell(reason: str) -> None:
         connection.on_fault()
@@ -113,7 +118,7 @@ def _open_session(
                 connection.report,
                 on_fault=debugged.on_fault,
             )
-    except BackendError as error:
+    except (BackendError, ConfigurationError) as error:
         tell(str(error))
         raise
     except Exception as error:

@@ -16,7 +16,7 @@ from typing import Any
 from backends.errors import BackendError
 from backends.interface import BackendConfig, BackendRuntime, Device, open_runtime
 from backends.plugin import find_backend
-from chip_worker.errors import ModelError
+from chip_worker.errors import ConfigurationError, ModelError
 from chip_worker.shard_loader import ShardLoader, kv_spec
 from control_plane.config import KV_POLICIES
 from scripts.planning.needs import GroupNeeds, ModelNeeds, RankNeeds, Task, merged
@@ -29,14 +29,14 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         result = measure(Task(**json.loads(sys.argv[1])))
-    except (BackendError, ModelError, ImportError) as error:
+    except (BackendError, ConfigurationError, ModelError, ImportError) as error:
         result = {"error": str(error)}
     with stream:
         json.dump(result, stream)
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """The result of a task. Raises BackendError or ModelError."""
+    """The result of a task. Raises BackendError, ConfigurationError or ModelError."""
     config = BackendConfig(
         chip_indices=(0,),
         devices=tuple(task.devices),

@@ -91,6 +91,21 @@ def test_a_chip_that_cannot_be_opened_is_told_to_the_control_plane(model, tmp_pa
     assert check_status_file(str(status), time.time()) == (False, "failed")
 
 
+def test_weights_that_the_chip_cannot_hold_are_a_bad_option(model):
+    """Told to the control plane as what else a chip cannot do; no restart helps."""
+    with ScriptedControlPlane() as plane:
+        ended = run_worker(
+            *("--worker-id", "chip0", "--control-plane", f"127.0.0.1:{plane.port}"),
+            *("--model", model, "--backend-option", "kernels=torch", "--weights", "int8"),
+        )
+        stream = plane.next_stream()
+    assert ended.returncode == ExitCode.USAGE, ended.stderr
+    says = "--weights is int8, but this chip has no kernels for weights of 8 or 4 bits; choose"
+    assert stream.hello.unavailable_reason.startswith(says)
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_auto_tells_what_was_tried_and_is_known_by_its_choice(monkeypatch):
     chosen = AutoChoice("cpu", CpuBackend(), (("xpu", "no driver"), ("cuda", "it finds no chip")))
     monkeypatch.setattr("backends.plugin.choose_backend", lambda _config: chosen)
