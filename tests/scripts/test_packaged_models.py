@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from scripts.cli.bench_compare import compare
 from scripts.cli.serve import invitation, serve
 from scripts.launcher import Addresses
 from scripts.topology import PACKAGED_MODELS, PackagedModel, default_model_path
@@ -62,6 +63,21 @@ def test_a_model_that_is_not_there_is_refused_with_what_to_do(name, told):
     result = CliRunner().invoke(serve, ["--model", name])
     assert result.exit_code == 2
     assert told in " ".join(result.stderr.split())
+
+
+def test_bench_takes_the_tokenizer_of_what_serve_serves(packages):
+    def tokenizer_of(*options: str) -> Path:
+        return compare.make_context("compare", list(options)).params["tokenizer"]
+
+    file = packages / "package_of_second" / "data" / "weights.gguf"
+    file.touch()
+    assert tokenizer_of("--tokenizer", "second") == file
+    assert tokenizer_of() == default_model_path()
+    (packages / "tokenizer.json").touch()
+    assert tokenizer_of("--tokenizer", str(packages / "tokenizer.json")).name == "tokenizer.json"
+    result = CliRunner().invoke(compare, ["--tokenizer", "gemma4"])
+    assert result.exit_code == 2
+    assert "no file or folder 'gemma4'" in " ".join(result.stderr.split())
 
 
 def test_every_packaged_model_has_its_requirements():
