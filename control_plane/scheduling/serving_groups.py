@@ -23,6 +23,7 @@ from control_plane.scheduling.messages import (
     SendStep,
     ServingChanged,
 )
+from control_plane.scheduling.name_order import name_order
 from control_plane.scheduling.radix_index import RadixIndex
 from control_plane.scheduling.residency import GroupTree, Residency, usable_prefix
 from control_plane.scheduling.step_time import StepTimeModel
@@ -122,7 +123,7 @@ class ServingGroups:
         self._changed()
 
     def _changed(self) -> None:
-        self._emit(ServingChanged(tuple(sorted(self.schedulers))))
+        self._emit(ServingChanged(tuple(sorted(self.schedulers, key=name_order))))
 
     # ------------------------------------------------------------ requests
 

@@ -12,6 +12,7 @@ from control_plane.scheduling.messages import (
     WorkerReady,
     WorkerSnapshot,
 )
+from control_plane.scheduling.name_order import name_order
 
 OWN_FAULT_KINDS = (LossKind.DEVICE, LossKind.MODEL, LossKind.INTERNAL)
 """Losses a chip is to blame for; a stream that broke or a late peer is none of its doing."""
@@ -143,7 +144,7 @@ class WorkerTable:
                 device_id=worker.info.device_id,
                 chip_index=worker.info.chip_index,
             )
-            for _, worker in sorted(self._workers.items())
+            for _, worker in sorted(self._workers.items(), key=lambda item: name_order(item[0]))
         )
 
 

@@ -1,5 +1,7 @@
 """Groups and workers through the core: forming, losing, replaying, blaming."""
 
+import random
+
 import pytest
 
 from control_plane.config import SchedulingConfig
@@ -22,6 +24,7 @@ from control_plane.scheduling.messages import (
     WorkerFaulted,
     WorkerLost,
 )
+from control_plane.scheduling.name_order import name_order
 from tests.fakes.driven_core import DrivenCore, reference
 
 
@@ -68,6 +71,25 @@ def test_a_worker_shows_its_capacity_while_it_serves() -> None:
     assert blocks(core) == [core.blocks] * 2
     lose(core, "chip1")
     assert blocks(core) == [0, 0]
+
+
+def test_names_stand_in_the_order_of_their_numbers() -> None:
+    core = driven(*[1] * 12)
+    effects = []
+    for number in random.Random(0).sample(range(12), 12):
+        for form in core.attach(f"chip{number}"):
+            effects = core.make_ready(form)
+    snapshot = core.core.snapshot(core.now)
+    assert [worker.worker_id for worker in snapshot.workers] == [f"chip{n}" for n in range(12)]
+    groups = tuple(f"g{number}" for number in range(12))
+    assert tuple(group.group_id for group in snapshot.groups) == groups
+    assert of_kind(effects, ServingChanged) == [ServingChanged(groups)]
+
+
+def test_names_of_people_are_sorted_by_text_and_number() -> None:
+    names = ["a10-2", "a2", "", "10", "chip", "2", "a10", "chip01", "chip1", "b", "a10-10"]
+    ordered = ["", "2", "10", "a2", "a10", "a10-2", "a10-10", "b", "chip", "chip01", "chip1"]
+    assert sorted(names, key=name_order) == ordered
 
 
 def test_a_block_is_a_common_multiple_of_what_the_chips_like() -> None:
