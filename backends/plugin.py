@@ -189,6 +189,13 @@ class Backend(ABC):
             for position, device_id in enumerate(config.devices)
         ]
 
+    def warnings(self, config: BackendConfig) -> Sequence[str]:  # noqa: ARG002
+        """Told to people before they serve so: what is worse than they may think, and a remedy.
+
+        After `on_init`, for all chips of a service together.
+        """
+        return ()
+
     def on_device_acquire(self, config: BackendConfig) -> AcquireResult:
         """The wanted chips that are there; `BackendRuntime.acquire` then opens and probes them.
 

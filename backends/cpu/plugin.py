@@ -75,6 +75,17 @@ class CpuBackend(Backend):
         # one busy process beside them then makes a step forty times as long (measured).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251
 
+    @override
+    def warnings(self, config: BackendConfig) -> Sequence[str]:
+        count = len(self._cores)
+        if config.chips_on_host <= count:
+            return ()
+        return (
+            f"{config.chips_on_host} chips have {'1 core' if count == 1 else f'{count} cores'}: "
+            f"some share one and wait for each other; ask for {count} at most with --chips or "
+            "--groups",
+        )
+
     def _cores_of_chip(self, index: int, config: BackendConfig) -> tuple[int, ...]:
         """floor(cores / chips) cores, at least one; shared where chips exceed cores."""
         each = max(1, len(self._cores) // config.chips_on_host)

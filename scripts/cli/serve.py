@@ -45,7 +45,8 @@ def serve(announce: Path | None, **values: object) -> None:
     """
     started = time.monotonic()
     settings, tried = settle_backends(settings_of(values))
-    chips = look_at_chips(settings)
+    warnings: list[str] = []
+    chips = look_at_chips(settings, warnings.append)
     from_file = names_from_file(click.get_current_context())
     click.echo(f"Polychip {version('polychip')}")
     for line in (
@@ -56,7 +57,7 @@ def serve(announce: Path | None, **values: object) -> None:
         "",
     ):
         click.echo(line)
-    for warning in warnings_of(settings):
+    for warning in (*warnings, *warnings_of(settings)):
         click.echo(f"Warning: {warning}", err=True)
 
     def report(line: str) -> None:

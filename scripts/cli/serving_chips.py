@@ -4,7 +4,7 @@ settings --settle_backends--> no `auto` left --look_at_chips--> descriptions -->
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,10 +65,13 @@ def _renamed(settings: ServeSettings, name: str) -> ServeSettings:
     )
 
 
-def look_at_chips(settings: ServeSettings) -> Chips:
+def look_at_chips(
+    settings: ServeSettings, warn: Callable[[str], None] = lambda _warning: None
+) -> Chips:
     """The chips of every backend, as its workers will find them; opens none.
 
-    Raises UsageError with the backend's own error; one that is no BackendError comes as it is.
+    warn: called with what a backend has to say about their use. Raises UsageError with the
+    backend's own error; one that is no BackendError comes as it is.
     """
     found: dict[str, Sequence[ChipDescription]] = {}
     for name in settings.backends:
@@ -82,6 +85,8 @@ def look_at_chips(settings: ServeSettings) -> Chips:
                 raise click.UsageError(f"--backend {name}: {error}") from error
         if not chips:
             raise click.UsageError(f"--backend {name}: it finds no chip on this machine")
+        for warning in backend.warnings(config):
+            warn(f"--backend {name}: {warning}")
         found[name] = chips
     return found
 

@@ -13,6 +13,7 @@ from backends.plugin import Backend, BackendConfig, ChipDescription
 from scripts.cli.main import main
 from scripts.cli.serve import serve, settings_lines, settings_of
 from scripts.cli.serving_chips import chip_table, look_at_chips, settle_backends
+from scripts.launcher import Launcher
 from scripts.settings import ServeSettings, worker_command
 
 HOST = ("--backend-option", "device-ids=0,1,2,3,4,5,left,right")
@@ -239,6 +240,25 @@ def test_an_error_that_is_no_backend_error_comes_as_it_is(monkeypatch: pytest.Mo
     monkeypatch.setattr(plugin, "load_object", fail)
     with pytest.raises(ZeroDivisionError, match="in the vendor's library"):
         look_at_chips(settings("--backend", "rough"))
+
+
+def test_chips_that_share_cores_are_a_warning_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(_: Launcher) -> int:
+        return 0
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(Launcher, "run", run)
+    told = [
+        CliRunner().invoke(main, ["serve", "--model", __file__, *options]).stderr
+        for options in (["--chips", "2"], ["--groups", "2,1"])
+    ]
+    assert told == [
+        "",
+        "Warning: --backend cpu: 3 chips have 2 cores: some share one and wait for each other; "
+        "ask for 2 at most with --chips or --groups\n",
+    ]
 
 
 @pytest.mark.usefixtures("abacus")
