@@ -169,7 +169,8 @@ POLYCHIP_EXPORT bool polychip_write_kv(Engine* engine, const WriteKV* call) noex
 // What `step` points to must stay until the plan is freed. Null if it names a block that is not there.
 POLYCHIP_EXPORT AttentionPlan* polychip_attention_plan(const Engine* engine,
                                                        const AttentionStep* step) noexcept {
-  auto plan = std::make_unique<AttentionPlan>(*step, engine->pool.threads());
+  const auto tile_tokens = attention_kernels(engine->instructions, step->number).tile_tokens;
+  auto plan = std::make_unique<AttentionPlan>(*step, tile_tokens, engine->pool.threads());
   return plan->within_blocks() ? plan.release() : nullptr;
 }
 
@@ -177,7 +178,8 @@ POLYCHIP_EXPORT AttentionPlan* polychip_attention_plan(const Engine* engine,
 // step names a block that is not there: the plan must then not be used.
 POLYCHIP_EXPORT bool polychip_attention_plan_renew(const Engine* engine, AttentionPlan* plan,
                                                    const AttentionStep* step) noexcept {
-  *plan = AttentionPlan(*step, engine->pool.threads());
+  const auto tile_tokens = attention_kernels(engine->instructions, step->number).tile_tokens;
+  *plan = AttentionPlan(*step, tile_tokens, engine->pool.threads());
   return plan->within_blocks();
 }
 
@@ -185,6 +187,6 @@ POLYCHIP_EXPORT void polychip_attention_plan_free(AttentionPlan* plan) noexcept 
 
 POLYCHIP_EXPORT void polychip_attention(Engine* engine, const AttentionPlan* plan,
                                         const AttentionLayer* layer) noexcept {
-  const AttentionKernels kernels = attention_kernels(engine->instructions);
+  const AttentionKernels kernels = attention_kernels(engine->instructions, plan->step().number);
   compute(engine, AttentionPieces(*plan, *layer, kernels), AttentionMerge(*plan, *layer, kernels));
 }

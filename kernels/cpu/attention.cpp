@@ -31,7 +31,8 @@ std::int64_t pairs_max(std::int64_t columns) {
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const AttentionStep& step, int threads) : step_(step) {
+AttentionPlan::AttentionPlan(const AttentionStep& step, std::int64_t tile_tokens, int threads)
+    : step_(step), tile_tokens_(tile_tokens) {
   heads_.resize(static_cast<std::size_t>(step.kv_heads));
   for (std::int64_t head = 0; head < step.query_heads; ++head) {
     heads_[static_cast<std::size_t>(step.q_to_kv[head])].push_back(head);
@@ -73,7 +74,7 @@ void AttentionPlan::add(std::int64_t row, std::int64_t kv_head, std::int64_t cos
     const std::int64_t oldest = oldest_seen(step_, row, first / heads);
     const std::int64_t stop = step_.context_starts[row] + (first + pairs - 1) / heads + 1;
     const AttentionPiece piece{
-        row, kv_head, first, pairs, oldest / kTileTokens * kTileTokens, stop, -1};
+        row, kv_head, first, pairs, oldest / tile_tokens_ * tile_tokens_, stop, -1};
     const std::int64_t parts = cost_of(piece) / cost;
     if (parts > 1 && pairs <= kGroupPairs) {
       add_parts(piece, parts);
@@ -85,7 +86,7 @@ void AttentionPlan::add(std::int64_t row, std::int64_t kv_head, std::int64_t cos
 
 void AttentionPlan::add_parts(AttentionPiece piece, std::int64_t parts) {
   const std::int64_t first = piece.first_token, stop = piece.stop_token;
-  const std::int64_t tiles = rounded_up(stop - first, kTileTokens) / kTileTokens;
+  const std::int64_t tiles = rounded_up(stop - first, tile_tokens_) / tile_tokens_;
   parts = std::min(parts, tiles);
   piece.partial = static_cast<std::int64_t>(partials_.size());
   merged_.push_back(piece);
@@ -93,8 +94,8 @@ void AttentionPlan::add_parts(AttentionPiece piece, std::int64_t parts) {
   for (std::int64_t part = 0; part < parts; ++part) {
     AttentionPiece some = piece;
     const std::int64_t tile = tiles * part / parts;
-    some.first_token = first + tile * kTileTokens;
-    some.stop_token = std::min(stop, first + tiles * (part + 1) / parts * kTileTokens);
+    some.first_token = first + tile * tile_tokens_;
+    some.stop_token = std::min(stop, first + tiles * (part + 1) / parts * tile_tokens_);
     some.partial = piece.partial + tile * partial_size(piece.pairs);
     pieces_.push_back(some);
   }
@@ -129,11 +130,12 @@ void* scratch_of_thread(std::size_t bytes) {
   return lines.get();
 }
 
-AttentionKernels attention_kernels(Instructions instructions) {
+AttentionKernels attention_kernels(Instructions instructions, Number number) {
   switch (instructions) {
 #if defined(__x86_64__)
     case Instructions::kAmx:
-      return amx::kAttentionKernels;
+      // Tile registers do not multiply float32.
+      return number == Number::kFloat32 ? avx512::kAttentionKernels : amx::kAttentionKernels;
     case Instructions::kAvx512:
       return avx512::kAttentionKernels;
     case Instructions::kAvx2:

@@ -1,7 +1,7 @@
 // Attention over a paged cache, in products of matrices: see `attention` in kernels/spec.py and
 // kernels/paged_kv.py.
 //
-//   pairs of a query and head | tile 0: 128 tokens | tile 1 | ...    from position 0 of the request
+//   pairs of a query and head | tile 0: tokens     | tile 1 | ...    from position 0 of the request
 //   piece 0   | group 0       |                    |        |        a piece packs a tile's keys and
 //             | group 1       |                    |        |        values once; then for each group:
 //   piece 1   | group 0       |                    |        |          scores = query . keys
@@ -25,12 +25,11 @@
 
 namespace polychip {
 
-constexpr std::int64_t kTileTokens = 128;
 constexpr std::int64_t kHeadSizeMax = 256;
 // Columns, and the tokens of a tile that are computed, come in multiples of it, padded with zeros.
 constexpr std::int64_t kTileStep = 32;
 constexpr std::int64_t kTilePairs = 16;
-// Pairs whose scores of a tile are computed together.
+// At most so many have their scores of a tile computed together.
 constexpr std::int64_t kGroupPairs = 2 * kTilePairs;
 constexpr std::int64_t kPiecePairsMax = 8 * kGroupPairs;
 // What the outputs of a piece may be, so that they stay in a core's own cache.
@@ -78,7 +77,8 @@ struct AttentionPiece {
 
 class AttentionPlan {
  public:
-  AttentionPlan(const AttentionStep& step, int threads);
+  // tile_tokens: those of the kernels that will compute it.
+  AttentionPlan(const AttentionStep& step, std::int64_t tile_tokens, int threads);
 
   // Whether all that will be read is in blocks that there are.
   bool within_blocks() const;
@@ -106,6 +106,7 @@ class AttentionPlan {
   void add_parts(AttentionPiece piece, std::int64_t parts);
 
   AttentionStep step_;
+  std::int64_t tile_tokens_;
   std::vector<std::vector<std::int64_t>> heads_;
   std::vector<AttentionPiece> pieces_;
   std::vector<AttentionPiece> merged_;
@@ -123,11 +124,13 @@ inline std::int64_t oldest_seen(const AttentionStep& step, std::int64_t row, std
 void* scratch_of_thread(std::size_t bytes);
 
 struct AttentionKernels {
+  // A multiple of kTileStep; whatever has one softmax.
+  std::int64_t tile_tokens;
   void (*piece)(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index);
   void (*merge)(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index);
 };
 
-AttentionKernels attention_kernels(Instructions instructions);
+AttentionKernels attention_kernels(Instructions instructions, Number number);
 
 namespace portable {
 extern const AttentionKernels kAttentionKernels;

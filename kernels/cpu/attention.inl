@@ -1,5 +1,9 @@
 // What all forms of attention.h have in common. Included by each set of kernels inside its own
-// namespace, behind vectors.inl.
+// namespace, behind vectors.inl and definitions of
+//
+//   POLYCHIP_ISA_WIDTH  numbers in a register
+//   kTileTokens         of a tile
+//   kPairsAtOnce        whose scores of a tile are computed together; at most kGroupPairs
 //
 // A form says how operands are packed, and multiplies them:
 //
@@ -32,15 +36,16 @@ struct alignas(64) Scratch {
   Number query[kPieceNumbersMax];
   Number keys[kHeadSizeMax * kKeyColumns];
   Number values[kTileTokens * kHeadSizeMax];
-  float scores[kGroupPairs * kTileTokens];
-  Number weights[kGroupPairs * kTileTokens];
-  // Of all tiles so far, and of a group and one tile.
+  Number weights[kPairsAtOnce * kTileTokens];
+  // Of all tiles so far.
   float greatest[kPiecePairsMax];
   float sums[kPiecePairsMax * kSumParts];
   float output[kPieceNumbersMax];
-  float tile_greatest[kGroupPairs];
-  float tile_sums[kGroupPairs * kSumParts];
-  float tile_output[kGroupPairs * kHeadSizeMax];
+  // Of one tile and a group; what is in two places is needed while it is computed for the next group.
+  float scores[2][kPairsAtOnce * kTileTokens];
+  float tile_greatest[2][kPairsAtOnce];
+  float tile_sums[2][kPairsAtOnce * kSumParts];
+  float tile_output[kPairsAtOnce * kHeadSizeMax];
 };
 
 typedef std::uint32_t Four __attribute__((vector_size(16)));
@@ -85,15 +90,7 @@ class Piece {
     for (std::int64_t tile = piece_.first_token; tile < piece_.stop_token; tile += kTileTokens) {
       pack(tile);
       if (tile + kTileTokens < piece_.stop_token) prefetch(tile + kTileTokens);
-      for (std::int64_t pair = 0; pair < piece_.pairs; pair += kGroupPairs) {
-        const std::int64_t pairs = std::min(kGroupPairs, piece_.pairs - pair);
-        if (!attend(tile, pair, pairs)) continue;
-        if (piece_.partial < 0) {
-          merge_into(so_far(pair), of_tile(), pairs, columns_);
-        } else {
-          keep((tile - piece_.first_token) / kTileTokens);
-        }
-      }
+      attend(tile);
     }
     if (piece_.partial < 0) put_output();
   }
@@ -103,25 +100,34 @@ class Piece {
     clear();
     const std::int64_t tokens = piece_.stop_token - piece_.first_token;
     for (std::int64_t tile = 0; tile * kTileTokens < tokens; ++tile) {
-      merge_into(so_far(0), kept(tile), piece_.pairs, columns_);
+      for (std::int64_t pair = 0; pair < piece_.pairs; pair += kPairsAtOnce) {
+        const std::int64_t pairs = std::min(kPairsAtOnce, piece_.pairs - pair);
+        merge_into(so_far(pair), kept(tile, pair), pairs, columns_);
+      }
     }
     put_output();
   }
 
  private:
+  // Pairs whose scores of a tile are computed together, and the steps of its tokens that any of them sees.
+  struct Group {
+    std::int64_t first, pairs;
+    Span span;
+    std::int64_t place;
+  };
+
   std::int64_t query_of(std::int64_t pair) const {
     return (piece_.first_pair + pair) / static_cast<std::int64_t>(heads_.size());
   }
-  // Positions that a pair sees: from `first_of` to before `stop_of`.
-  std::int64_t first_of(std::int64_t pair) const {
-    return oldest_seen(step_, piece_.row, query_of(pair));
-  }
-  std::int64_t stop_of(std::int64_t pair) const {
-    return step_.context_starts[piece_.row] + query_of(pair) + 1;
-  }
+  // Tokens of a tile that pairs see, the last ones none before those of the first ones.
   Span seen_by(std::int64_t tile, std::int64_t first_pair, std::int64_t last_pair) const {
-    return {std::clamp<std::int64_t>(first_of(first_pair) - tile, 0, kTileTokens),
-            std::clamp<std::int64_t>(stop_of(last_pair) - tile, 0, kTileTokens)};
+    return {seen_by_query(tile, query_of(first_pair)).first,
+            seen_by_query(tile, query_of(last_pair)).stop};
+  }
+  Span seen_by_query(std::int64_t tile, std::int64_t query) const {
+    const std::int64_t stop = step_.context_starts[piece_.row] + query + 1;
+    return {std::clamp<std::int64_t>(oldest_seen(step_, piece_.row, query) - tile, 0, kTileTokens),
+            std::clamp<std::int64_t>(stop - tile, 0, kTileTokens)};
   }
   static Span in_steps(Span span) {
     return {span.first / kTileStep * kTileStep, rounded_up(span.stop, kTileStep)};
@@ -138,19 +144,16 @@ class Piece {
     return {scratch_.greatest + pair, scratch_.sums + pair * kSumParts,
             scratch_.output + pair * columns_};
   }
-  Softmaxes of_tile() {
-    return {scratch_.tile_greatest, scratch_.tile_sums, scratch_.tile_output};
-  }
-  Softmaxes kept(std::int64_t tile) const {
+  Softmaxes kept(std::int64_t tile, std::int64_t pair) const {
     float* greatest = plan_.partial(piece_, tile);
     float* sums = greatest + kGroupPairs;
-    return {greatest, sums, sums + piece_.pairs * kSumParts};
+    float* values = sums + piece_.pairs * kSumParts;
+    return {greatest + pair, sums + pair * kSumParts, values + pair * columns_};
   }
 
-  void keep(std::int64_t tile) {
-    const Softmaxes from = of_tile(), to = kept(tile);
-    const auto pairs = static_cast<std::size_t>(piece_.pairs);
-    std::memcpy(to.greatest, from.greatest, sizeof(scratch_.tile_greatest));
+  void keep(const Softmaxes& from, const Softmaxes& to, std::int64_t count) const {
+    const auto pairs = static_cast<std::size_t>(count);
+    std::memcpy(to.greatest, from.greatest, kPairsAtOnce * sizeof(float));
     std::memcpy(to.sums, from.sums, pairs * kSumParts * sizeof(float));
     std::memcpy(to.values, from.values, pairs * static_cast<std::size_t>(columns_) * sizeof(float));
   }
@@ -248,46 +251,99 @@ class Piece {
     }
   }
 
-  // The softmaxes of a group over a tile. False if it sees none of it.
-  bool attend(std::int64_t tile, std::int64_t first, std::int64_t pairs) {
-    const Span span = in_steps(seen_by(tile, first, first + pairs - 1));
-    if (span.first >= span.stop) return false;
-    const std::int64_t tokens = span.stop - span.first;
-    Form::multiply({scratch_.query + first * columns_, columns_,
-                    scratch_.keys + span.first * Form::kDepth, kKeyColumns, pairs,
-                    rounded_up(step_.head_size, Form::kDepthStep), tokens,
-                    scratch_.scores + span.first, kTileTokens});
-    const bool capped = step_.soft_cap > 0.0f;
-    if (capped) cap(pairs, span);
-    constexpr float kLog2E = 1.44269504f;
-    const float factor = (capped ? step_.soft_cap : step_.scale) * kLog2E;
-    std::fill_n(scratch_.tile_greatest, kGroupPairs, kNever);
-    for (std::int64_t i = 0; i < pairs; ++i) {
-      float* scores = scratch_.scores + i * kTileTokens;
-      const Span seen = seen_by(tile, first + i, first + i);
-      const bool masked = seen.first > span.first || seen.stop < span.stop;
-      scratch_.tile_greatest[i] = masked ? scale<true>(scores, factor, span, seen)
-                                         : scale<false>(scores, factor, span, seen);
+  // The softmaxes of all groups that see some of a tile. Between a store and a product that reads it,
+  // and between a product and what reads its sums, something else is computed: tile registers wait for
+  // a store to leave the core.
+  void attend(std::int64_t tile) {
+    Group groups[kPiecePairsMax / kPairsAtOnce];
+    std::int64_t count = 0;
+    for (std::int64_t first = 0; first < piece_.pairs; first += kPairsAtOnce) {
+      const std::int64_t pairs = std::min(kPairsAtOnce, piece_.pairs - first);
+      const Span span = in_steps(seen_by(tile, first, first + pairs - 1));
+      if (span.first < span.stop) groups[count++] = {first, pairs, span, count % 2};
     }
-    for (std::int64_t i = 0; i < pairs; ++i) {
-      // Of a pair that sees nothing all weights are 0, not NaN.
-      const float greatest = scratch_.tile_greatest[i];
-      put(weigh<Form>(scratch_.scores + i * kTileTokens, greatest == kNever ? 0.0f : greatest, span,
-                      scratch_.weights + i * kTileTokens),
-          scratch_.tile_sums + i * kSumParts);
+    for (std::int64_t i = 0; i <= count; ++i) {
+      if (i == 0 && count > 0) score(groups[0]);
+      if (i < count) weigh(tile, groups[i]);
+      if (i + 1 < count) score(groups[i + 1]);
+      if (i > 0) settle(tile, groups[i - 1]);
+      if (i < count) sum_values(groups[i]);
     }
-    Form::multiply({scratch_.weights + span.first, kTileTokens, scratch_.values + span.first * columns_,
-                    columns_, pairs, tokens, columns_, scratch_.tile_output, columns_});
-    return true;
   }
 
-  void cap(std::int64_t pairs, Span span) {
+  void score(const Group& group) {
+    const Span span = group.span;
+    Form::multiply({scratch_.query + group.first * columns_, columns_,
+                    scratch_.keys + span.first * Form::kDepth, kKeyColumns, group.pairs,
+                    rounded_up(step_.head_size, Form::kDepthStep), span.stop - span.first,
+                    scratch_.scores[group.place] + span.first, kTileTokens});
+    if (step_.soft_cap > 0.0f) cap(group);
+  }
+
+  void cap(const Group& group) {
     const float factor = step_.scale / step_.soft_cap;
-    for (std::int64_t pair = 0; pair < pairs; ++pair) {
-      float* scores = scratch_.scores + pair * kTileTokens;
-      for (std::int64_t token = span.first; token < span.stop; token += kWidth) {
+    for (std::int64_t pair = 0; pair < group.pairs; ++pair) {
+      float* scores = scratch_.scores[group.place] + pair * kTileTokens;
+      for (std::int64_t token = group.span.first; token < group.span.stop; token += kWidth) {
         put(hyperbolic_tangent(load<Vector>(scores + token) * factor), scores + token);
       }
+    }
+  }
+
+  void weigh(std::int64_t tile, const Group& group) {
+    constexpr float kLog2E = 1.44269504f;
+    const float factor = (step_.soft_cap > 0.0f ? step_.soft_cap : step_.scale) * kLog2E;
+    const float* scores = scratch_.scores[group.place];
+    float* greatest = scratch_.tile_greatest[group.place];
+    float* sums = scratch_.tile_sums[group.place];
+    std::fill_n(greatest, kPairsAtOnce, kNever);
+    // All rows' greatest scores before any weight: what waits for one would keep others from beginning.
+    each_pair(tile, group, [&](std::int64_t i, Span seen, auto masked) {
+      greatest[i] = greatest_score<masked.value>(scores + i * kTileTokens, factor, seen);
+    });
+    each_pair(tile, group, [&](std::int64_t i, Span seen, auto masked) {
+      // Of a pair that sees nothing all weights are 0, not NaN.
+      const float base = greatest[i] == kNever ? 0.0f : greatest[i];
+      put(weigh_row<Form, masked.value>(scores + i * kTileTokens, factor, base, seen,
+                                    scratch_.weights + i * kTileTokens),
+          sums + i * kSumParts);
+    });
+  }
+
+  // Calls `function` for each pair of a group with what it sees of a tile, and whether that is not all.
+  template <typename Function>
+  void each_pair(std::int64_t tile, const Group& group, Function function) const {
+    const auto heads = static_cast<std::int64_t>(heads_.size());
+    std::int64_t query = query_of(group.first), stop = (query + 1) * heads - piece_.first_pair;
+    Span seen = seen_by_query(tile, query);
+    for (std::int64_t i = 0; i < group.pairs; ++i) {
+      if (group.first + i == stop) {
+        seen = seen_by_query(tile, ++query);
+        stop += heads;
+      }
+      if (seen.first > 0 || seen.stop < kTileTokens) {
+        function(i, seen, std::true_type{});
+      } else {
+        function(i, seen, std::false_type{});
+      }
+    }
+  }
+
+  void sum_values(const Group& group) {
+    const Span span = group.span;
+    Form::multiply({scratch_.weights + span.first, kTileTokens, scratch_.values + span.first * columns_,
+                    columns_, group.pairs, span.stop - span.first, columns_, scratch_.tile_output,
+                    columns_});
+  }
+
+  // A group's softmax over a tile joins those before it, or is kept for it.
+  void settle(std::int64_t tile, const Group& group) {
+    const Softmaxes of_tile{scratch_.tile_greatest[group.place], scratch_.tile_sums[group.place],
+                            scratch_.tile_output};
+    if (piece_.partial < 0) {
+      merge_into(so_far(group.first), of_tile, group.pairs, columns_);
+    } else {
+      keep(of_tile, kept((tile - piece_.first_token) / kTileTokens, group.first), group.pairs);
     }
   }
 

@@ -1,8 +1,4 @@
 // The kernels of attention.h in the tile registers: 16 pairs times 16 tokens, or columns, 32 deep.
-//
-//            B0  B1     tiles of packed keys or values
-//   A0 [16]  C0  C1     scores or outputs of 32 pairs
-//   A1 [16]  C2  C3
 #include <immintrin.h>
 
 #include <algorithm>
@@ -20,6 +16,11 @@ namespace amx {
 namespace {
 
 #include "vectors.inl"
+
+// So few that what a group needs stays in the nearest cache: tile registers read all of it again and
+// again.
+constexpr std::int64_t kTileTokens = 64;
+constexpr std::int64_t kPairsAtOnce = kTilePairs;
 
 #include "attention.inl"
 
@@ -51,39 +52,25 @@ struct TileRegisters {
   ~TileRegisters() { _tile_release(); }
 };
 
-template <bool kTwo>
+// 16 rows of two tiles of columns.
 void multiply_tiles(const Factors<std::uint16_t>& factors, std::int64_t row, std::int64_t column) {
-  const auto sums_bytes = static_cast<std::size_t>(factors.sums_stride) * sizeof(float);
   const auto left_bytes = static_cast<std::size_t>(factors.left_stride) * sizeof(std::uint16_t);
   const auto right_bytes = static_cast<std::size_t>(factors.right_columns) * sizeof(std::uint32_t);
-  float* above = factors.sums + row * factors.sums_stride + column;
-  float* below = above + kTilePairs * factors.sums_stride;
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (kTwo) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  const auto sums_bytes = static_cast<std::size_t>(factors.sums_stride) * sizeof(float);
   const std::uint16_t* left = factors.left + row * factors.left_stride;
   const std::uint16_t* right = factors.right + 2 * column;
+  float* sums = factors.sums + row * factors.sums_stride + column;
+  _tile_zero(0);
+  _tile_zero(1);
   for (std::int64_t depth = 0; depth < factors.depth; depth += kTileStep) {
     _tile_loadd(6, right + depth * factors.right_columns, right_bytes);
     _tile_loadd(7, right + depth * factors.right_columns + 2 * kLanes, right_bytes);
     _tile_loadd(4, left + depth, left_bytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kTwo) {
-      _tile_loadd(5, left + depth + kTilePairs * factors.left_stride, left_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
   }
-  _tile_stored(0, above, sums_bytes);
-  _tile_stored(1, above + kLanes, sums_bytes);
-  if constexpr (kTwo) {
-    _tile_stored(2, below, sums_bytes);
-    _tile_stored(3, below + kLanes, sums_bytes);
-  }
+  _tile_stored(0, sums, sums_bytes);
+  _tile_stored(1, sums + kLanes, sums_bytes);
 }
 
 // Rows in whole tiles: what those beyond the last one hold is nobody's.
@@ -93,38 +80,18 @@ struct Tiles : Pairs {
 
   static void multiply(const Factors<Number>& factors) {
     in_order();
-    for (std::int64_t row = 0; row < factors.rows; row += 2 * kTilePairs) {
+    for (std::int64_t row = 0; row < factors.rows; row += kTilePairs) {
       for (std::int64_t column = 0; column < factors.columns; column += 2 * kLanes) {
-        if (factors.rows - row > kTilePairs) {
-          multiply_tiles<true>(factors, row, column);
-        } else {
-          multiply_tiles<false>(factors, row, column);
-        }
+        multiply_tiles(factors, row, column);
       }
     }
     in_order();
   }
 };
 
-void piece(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
-  if (plan.step().number == Number::kFloat32) {
-    avx512::kAttentionKernels.piece(plan, layer, index);
-  } else {
-    compute_piece<Tiles>(plan, layer, index);
-  }
-}
-
-void merge(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
-  if (plan.step().number == Number::kFloat32) {
-    avx512::kAttentionKernels.merge(plan, layer, index);
-  } else {
-    merge_parts<Tiles>(plan, layer, index);
-  }
-}
-
 }  // namespace
 
-const AttentionKernels kAttentionKernels = {piece, merge};
+const AttentionKernels kAttentionKernels = {kTileTokens, compute_piece<Tiles>, merge_parts<Tiles>};
 
 }  // namespace amx
 }  // namespace polychip

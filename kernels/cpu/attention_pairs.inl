@@ -5,6 +5,7 @@ struct Pairs {
   using Source = std::uint16_t;
   using Number = std::uint16_t;
   static constexpr std::int64_t kDepth = 2;
+  static constexpr bool kRough = true;
 
   static Number packed(Source number) { return number; }
   static void put_words(Four words, Number* to) { std::memcpy(to, &words, sizeof(words)); }

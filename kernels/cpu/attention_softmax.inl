@@ -1,5 +1,5 @@
 // The softmax of attention.h, tile by tile. Included by each set of kernels inside its own namespace,
-// behind vectors.inl and a definition of POLYCHIP_ISA_WIDTH, the numbers in a register.
+// behind vectors.inl and what attention.inl asks for.
 
 // Not wider than a register: sums stay in them.
 constexpr int kWidth = POLYCHIP_ISA_WIDTH;
@@ -11,35 +11,44 @@ inline void put(Vector values, float* to) { std::memcpy(to, &values, sizeof(valu
 constexpr float kNever = -__builtin_inff();
 constexpr std::int64_t kSumParts = AttentionPlan::kSumParts;
 
-// 2^x for an x of at most 0; exactly 0 below the range of normal numbers. 2^n times a polynomial of
-// the rest: Cephes' exp2f (S. Moshier), its coefficients.
+// 2^x for an x of at most 0; exactly 1 at 0 and exactly 0 below the range of normal numbers. 2^n times a
+// polynomial of the rest: Cephes' exp2f (S. Moshier), its coefficients; or, where a result is rounded to
+// bfloat16 afterwards, one that is off by at most 1 part in 9,800 (least greatest relative error among
+// those of third degree that are 1 at 0).
+template <bool kRough>
 inline Vector power_of_two(Vector x) {
   constexpr float kLowest = -126.0f;
-#if defined(__AVX512F__)
-  const Vector whole = _mm512_maskz_roundscale_ps(
-      0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Vector rest = x - whole;
-#else
   // Beside so great a number fractions have no room, and its last bits are the whole number.
   constexpr float kGreat = 12582912.0f;
-  const Vector bounded = x < kLowest ? kLowest - Vector{} : x;
-  const Vector shifted = bounded + kGreat;
-  const Vector rest = bounded - (shifted - kGreat);
-#endif
-  Vector sum = 1.535336188319500e-4f - Vector{};
-  sum = sum * rest + 1.339887440266574e-3f;
-  sum = sum * rest + 9.618437357674640e-3f;
-  sum = sum * rest + 5.550332471162809e-2f;
-  sum = sum * rest + 2.402264791363012e-1f;
-  sum = sum * rest + 6.931472028550421e-1f;
-  sum = sum * rest + 1.0f;
 #if defined(__AVX512F__)
   const __mmask16 within = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kLowest), _CMP_NLT_UQ);
-  return _mm512_maskz_scalef_ps(within, sum, whole);
+  const Vector bounded = x;
 #else
-  const VectorInts exponent = (reinterpret_cast<VectorInts>(shifted) + 127) << 23;
-  const Vector power = sum * reinterpret_cast<Vector>(exponent);
-  return x < kLowest ? Vector{} : power;
+  const Vector bounded = x < kLowest ? kLowest - Vector{} : x;
+#endif
+  const Vector shifted = bounded + kGreat;
+  const Vector rest = bounded - (shifted - kGreat);
+  Vector sum;
+  if constexpr (kRough) {
+    sum = 5.500893e-2f - Vector{};
+    sum = sum * rest + 2.422110e-1f;
+    sum = sum * rest + 6.932829e-1f;
+  } else {
+    sum = 1.535336188319500e-4f - Vector{};
+    sum = sum * rest + 1.339887440266574e-3f;
+    sum = sum * rest + 9.618437357674640e-3f;
+    sum = sum * rest + 5.550332471162809e-2f;
+    sum = sum * rest + 2.402264791363012e-1f;
+    sum = sum * rest + 6.931472028550421e-1f;
+  }
+  sum = sum * rest + 1.0f;
+  // Onto the exponent.
+  const VectorInts power =
+      reinterpret_cast<VectorInts>(sum) + (reinterpret_cast<VectorInts>(shifted) << 23);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vector>(_mm512_maskz_mov_epi32(within, reinterpret_cast<__m512i>(power)));
+#else
+  return x < kLowest ? Vector{} : reinterpret_cast<Vector>(power);
 #endif
 }
 
@@ -67,59 +76,63 @@ struct Span {
   std::int64_t first, stop;
 };
 
-// Scores of a span times `factor`, below all numbers where they are not seen. Returns the greatest.
+// Some of a pair's scores of a tile times `factor`, below all numbers where they are not seen.
 template <bool kMasked>
-float scale(float* scores, float factor, Span span, Span seen) {
+Vector scaled(const float* scores, int at, float factor, Span seen) {
+  const Vector score = load<Vector>(scores + at) * factor;
+  if constexpr (kMasked) {
+    static constexpr std::int32_t kNumbers[] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                8, 9, 10, 11, 12, 13, 14, 15};
+    const VectorInts number = load<VectorInts>(kNumbers) + at;
+    const VectorInts visible = (number >= static_cast<std::int32_t>(seen.first)) &
+                               (number < static_cast<std::int32_t>(seen.stop));
+    return visible ? score : kNever - Vector{};
+  }
+  return score;
+}
+
+template <bool kMasked>
+float greatest_score(const float* scores, float factor, Span seen) {
   Vector highest = kNever - Vector{};
-  // The compiler would write it out for all tokens of a tile, with an exit after each.
-#pragma GCC unroll 2
-  for (std::int64_t token = span.first; token < span.stop; token += kWidth) {
-    Vector score = load<Vector>(scores + token) * factor;
-    if constexpr (kMasked) {
-      static constexpr std::int32_t kNumbers[] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                  8, 9, 10, 11, 12, 13, 14, 15};
-      const VectorInts number = load<VectorInts>(kNumbers) + static_cast<std::int32_t>(token);
-      const VectorInts visible = (number >= static_cast<std::int32_t>(seen.first)) &
-                                 (number < static_cast<std::int32_t>(seen.stop));
-      score = visible ? score : kNever - Vector{};
-    }
-    highest = greater_of(score, highest);
-    put(score, scores + token);
+  for (int at = 0; at < kTileTokens; at += kWidth) {
+    highest = greater_of(scaled<kMasked>(scores, at, factor, seen), highest);
   }
   return greatest_of(highest);
 }
 
-// Weights of a span's scores, relative to `base`; returns their sum, in parts.
-template <typename Form>
-Vector weigh(const float* scores, float base, Span span, typename Form::Number* weights) {
+// Weights relative to `base`; returns their sum, in parts.
+template <typename Form, bool kMasked>
+Vector weigh_row(const float* scores, float factor, float base, Span seen, typename Form::Number* weights) {
   Vector sums[2] = {};
-  for (std::int64_t token = span.first; token < span.stop; token += 2 * kWidth) {
-    const Vector first = power_of_two(load<Vector>(scores + token) - base);
-    const Vector second = power_of_two(load<Vector>(scores + token + kWidth) - base);
+  for (int at = 0; at < kTileTokens; at += 2 * kWidth) {
+    const Vector first =
+        power_of_two<Form::kRough>(scaled<kMasked>(scores, at, factor, seen) - base);
+    const Vector second =
+        power_of_two<Form::kRough>(scaled<kMasked>(scores, at + kWidth, factor, seen) - base);
     sums[0] += first;
     sums[1] += second;
-    Form::put_weights(first, second, weights + token);
+    Form::put_weights(first, second, weights + at);
   }
   return sums[0] + sums[1];
 }
 
 // Softmaxes of a group of pairs, over whatever each saw.
 struct Softmaxes {
-  float* greatest;  // [kGroupPairs]: scores, in powers of two
+  float* greatest;  // [kPairsAtOnce]: scores, in powers of two
   float* sums;      // [pairs][kSumParts]: of weights relative to the greatest
   float* values;    // [pairs][columns]: weighted alike
 };
 
 // What to multiply by what was relative to `own`, now that `greatest` is the greatest.
 inline Vector shrunk(Vector own, Vector greatest) {
-  return own == greatest ? 1.0f - Vector{} : power_of_two(own - greatest);
+  return own == greatest ? 1.0f - Vector{} : power_of_two<false>(own - greatest);
 }
 
 // Not inlined: at all places the same multiplications are to be one with their additions.
 __attribute__((noinline)) void merge_into(const Softmaxes& all, const Softmaxes& part,
                                           std::int64_t pairs, std::int64_t columns) {
-  alignas(64) float owns[kGroupPairs], others[kGroupPairs];
-  for (std::int64_t pair = 0; pair < kGroupPairs; pair += kWidth) {
+  alignas(64) float owns[kPairsAtOnce], others[kPairsAtOnce];
+  for (std::int64_t pair = 0; pair < kPairsAtOnce; pair += kWidth) {
     const Vector own = load<Vector>(all.greatest + pair), other = load<Vector>(part.greatest + pair);
     const Vector greatest = greater_of(other, own);
     put(shrunk(own, greatest), owns + pair);

@@ -19,6 +19,9 @@ namespace {
 
 #include "vectors.inl"
 
+constexpr std::int64_t kTileTokens = 128;
+constexpr std::int64_t kPairsAtOnce = kGroupPairs;
+
 #include "attention.inl"
 
 // Rows whose sums, of two vectors each, fill the registers.
@@ -83,6 +86,7 @@ struct Wide {
   using Number = float;
   using Registers = NoRegisters;
   static constexpr std::int64_t kDepth = 1, kDepthStep = 1;
+  static constexpr bool kRough = false;
 
   static Number packed(Source number) {
     if constexpr (sizeof(Source) == sizeof(float)) {
@@ -187,7 +191,7 @@ void merge(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t 
 
 }  // namespace
 
-const AttentionKernels kAttentionKernels = {piece, merge};
+const AttentionKernels kAttentionKernels = {kTileTokens, piece, merge};
 
 }  // namespace POLYCHIP_ISA
 }  // namespace polychip
