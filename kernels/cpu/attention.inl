@@ -299,14 +299,15 @@ class Piece {
     std::fill_n(greatest, kPairsAtOnce, kNever);
     // All rows' greatest scores before any weight: what waits for one would keep others from beginning.
     each_pair(tile, group, [&](std::int64_t i, Span seen, auto masked) {
-      greatest[i] = greatest_score<masked.value>(scores + i * kTileTokens, factor, seen);
+      greatest[i] = greatest_score<masked.value>(scores + i * kTileTokens, factor, group.span, seen);
     });
     each_pair(tile, group, [&](std::int64_t i, Span seen, auto masked) {
       // Of a pair that sees nothing all weights are 0, not NaN.
       const float base = greatest[i] == kNever ? 0.0f : greatest[i];
-      put(weigh_row<Form, masked.value>(scores + i * kTileTokens, factor, base, seen,
-                                    scratch_.weights + i * kTileTokens),
-          sums + i * kSumParts);
+      const Vector sum =
+          weigh_scores<Form, masked.value>(scores + i * kTileTokens, factor, base, group.span, seen,
+                                           scratch_.weights + i * kTileTokens);
+      put(sum, sums + i * kSumParts);
     });
   }
 

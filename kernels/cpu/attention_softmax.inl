@@ -78,12 +78,12 @@ struct Span {
 
 // Some of a pair's scores of a tile times `factor`, below all numbers where they are not seen.
 template <bool kMasked>
-Vector scaled(const float* scores, int at, float factor, Span seen) {
+Vector scaled(const float* scores, std::int64_t at, float factor, Span seen) {
   const Vector score = load<Vector>(scores + at) * factor;
   if constexpr (kMasked) {
     static constexpr std::int32_t kNumbers[] = {0, 1, 2,  3,  4,  5,  6,  7,
                                                 8, 9, 10, 11, 12, 13, 14, 15};
-    const VectorInts number = load<VectorInts>(kNumbers) + at;
+    const VectorInts number = load<VectorInts>(kNumbers) + static_cast<std::int32_t>(at);
     const VectorInts visible = (number >= static_cast<std::int32_t>(seen.first)) &
                                (number < static_cast<std::int32_t>(seen.stop));
     return visible ? score : kNever - Vector{};
@@ -91,10 +91,17 @@ Vector scaled(const float* scores, int at, float factor, Span seen) {
   return score;
 }
 
+// What is computed of a tile: all of it where all is seen, which the compiler may write out.
 template <bool kMasked>
-float greatest_score(const float* scores, float factor, Span seen) {
+constexpr Span computed(Span span) {
+  return kMasked ? span : Span{0, kTileTokens};
+}
+
+template <bool kMasked>
+float greatest_score(const float* scores, float factor, Span span, Span seen) {
   Vector highest = kNever - Vector{};
-  for (int at = 0; at < kTileTokens; at += kWidth) {
+  const auto [first, stop] = computed<kMasked>(span);
+  for (std::int64_t at = first; at < stop; at += kWidth) {
     highest = greater_of(scaled<kMasked>(scores, at, factor, seen), highest);
   }
   return greatest_of(highest);
@@ -102,16 +109,17 @@ float greatest_score(const float* scores, float factor, Span seen) {
 
 // Weights relative to `base`; returns their sum, in parts.
 template <typename Form, bool kMasked>
-Vector weigh_row(const float* scores, float factor, float base, Span seen, typename Form::Number* weights) {
+Vector weigh_scores(const float* scores, float factor, float base, Span span, Span seen,
+                    typename Form::Number* weights) {
   Vector sums[2] = {};
-  for (int at = 0; at < kTileTokens; at += 2 * kWidth) {
-    const Vector first =
-        power_of_two<Form::kRough>(scaled<kMasked>(scores, at, factor, seen) - base);
-    const Vector second =
-        power_of_two<Form::kRough>(scaled<kMasked>(scores, at + kWidth, factor, seen) - base);
-    sums[0] += first;
-    sums[1] += second;
-    Form::put_weights(first, second, weights + at);
+  const auto [first, stop] = computed<kMasked>(span);
+  for (std::int64_t at = first; at < stop; at += 2 * kWidth) {
+    const Vector one = scaled<kMasked>(scores, at, factor, seen) - base;
+    const Vector other = scaled<kMasked>(scores, at + kWidth, factor, seen) - base;
+    const Vector powers[2] = {power_of_two<Form::kRough>(one), power_of_two<Form::kRough>(other)};
+    sums[0] += powers[0];
+    sums[1] += powers[1];
+    Form::put_weights(powers[0], powers[1], weights + at);
   }
   return sums[0] + sums[1];
 }
