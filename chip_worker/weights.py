@@ -13,6 +13,7 @@ from backends.interface import Device, WeightForm
 from chip_worker.checkpoint import Checkpoint
 from chip_worker.errors import ModelError
 from chip_worker.gguf_checkpoint import GgufCheckpoint
+from chip_worker.representable_weights import check_blocks, check_rounded
 from chip_worker.safetensors_checkpoint import SafetensorsCheckpoint
 
 READ_ELEMENTS_MAX = 1 << 22
@@ -90,7 +91,8 @@ class ShardReader:
     def read(self, pieces: Pieces) -> Any:  # noqa: ANN401 - as the shape says
         """What is made of the pieces, on the chip: a Matrix if they have columns, else a vector.
 
-        Raises ModelError for a missing tensor or a wrong shape, OutOfMemory if the chip is full.
+        Raises ModelError for a missing tensor, a wrong shape, or weights that the form cannot stand
+        for; OutOfMemory if the chip is full.
         """
         for piece in pieces:
             self._checkpoint.expect(piece.name, piece.shape)
@@ -107,14 +109,20 @@ class ShardReader:
         self.bytes_read += matrix.nbytes
         self.forms[form] += 1
         for first, piece, rows in _places(pieces):
+            named = f"{self._checkpoint.path}: tensor {piece.name}"
             if self._writes_blocks(piece, form):
+                stored = self._checkpoint.form(piece.name)
                 blocks = self._checkpoint.read_blocks(piece.name, rows, piece.columns)
-                device.write_blocks(matrix, first, blocks, self._checkpoint.form(piece.name))
+                check_blocks(named, blocks, stored)
+                device.write_blocks(matrix, first, blocks, stored)
                 continue
             numbers = self._numbers(piece, rows)
-            # What is to be rounded to 8 bits is not rounded twice.
-            plain = form is WeightForm.PLAIN
-            device.write_rows(matrix, first, numbers.to(self._dtype) if plain else numbers)
+            if form is WeightForm.PLAIN:
+                numbers = numbers.to(self._dtype)
+            else:
+                # What is to be rounded to 8 bits is not rounded twice.
+                check_rounded(named, numbers)
+            device.write_rows(matrix, first, numbers)
         return matrix
 
     def _writes_blocks(self, piece: Piece, form: WeightForm) -> bool:

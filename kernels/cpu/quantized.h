@@ -61,6 +61,7 @@ constexpr std::size_t kGroupBytes =
 // What a group of a panel takes.
 std::size_t group_bytes(Form form);
 // Puts 32 columns of a row into a group of its panel: numbers, which get a scale, into one of 8 bits.
+// They must be finite and at most 127 times the largest float16; the worker refuses others by name.
 void write_group(std::byte* group, std::int64_t row_in_panel, const float* numbers);
 // A block as GGUF has it, of the form's type.
 void write_block(Form form, std::byte* group, std::int64_t row_in_panel, const std::byte* block);

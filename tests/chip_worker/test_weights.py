@@ -1,12 +1,16 @@
 """In which form weights are held: as the setting says, as the file has them, as the chip can."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import structlog
 import torch
 import torch.nn.functional as functional
+from safetensors.torch import load_file, save_file
 
 from backends.cpu.device import CpuDevice
 from backends.cpu.host import CpuChip
@@ -15,7 +19,8 @@ from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable
 from backends.interface import WeightForm
 from chip_worker.config import WorkerConfig
-from chip_worker.errors import ConfigurationError
+from chip_worker.errors import ConfigurationError, ModelError
+from chip_worker.representable_weights import ROUNDED_MAX, check_rounded
 from chip_worker.shard_loader import SHARD_EXPANDED, ShardLoader
 from chip_worker.weights import Piece, ShardReader, open_checkpoint
 from tests.fakes.checkpoints import TinyLlama, write_gguf, write_hugging_face
@@ -138,6 +143,52 @@ def test_int8_rounds_any_checkpoint(tmp_path, device, world_size):
         assert one.form is WeightForm.Q8_0
         error = (rows(device, one) - rows(device, exact)).norm() / rows(device, exact).norm()
         assert 0 < error < 0.01
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 1e30, -1e30])
+@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.1.mlp.down_proj"])
+def test_int8_refuses_what_8_bits_cannot_hold(tmp_path, device, wrong, where):
+    """Rounded, it would be a number like any other, and answers nonsense without a word."""
+    path = write_hugging_face(tmp_path, MODEL)
+    file = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors[f"{where}.weight"][3, 5] = wrong
+    save_file(tensors, file)
+    said = f"{where}.weight has a weight of {wrong:g}; int8 holds"
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load(path, device, "int8")
+    load(path, device, "bf16")
+
+
+def test_int8_takes_the_largest_numbers_it_can_hold(device):
+    matrix = device.allocate_matrix((1, 32), torch.float32, WeightForm.Q8_0)
+    numbers = torch.full((1, 32), ROUNDED_MAX)
+    check_rounded("it", numbers)
+    device.write_rows(matrix, 0, numbers)
+    assert torch.equal(rows(device, matrix), numbers)
+    with pytest.raises(ModelError, match="it has a weight of"):
+        check_rounded("it", numbers * 1.001)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("weights", ["native", "bf16", "int8"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_blocks_with_scales_that_are_no_numbers_are_refused(tmp_path, device, kind, weights, wrong):
+    path = Path(write_gguf(tmp_path / "model.gguf", MODEL, gguf.GGMLQuantizationType[kind]))
+    name, form = "model.layers.1.mlp.up_proj.weight", WeightForm[kind]
+    checkpoint = open_checkpoint(str(path))
+    blocks = checkpoint.read_blocks(name).numpy()
+    broken = blocks.copy()
+    # The last that a block begins with: of Q4_1 its minimum.
+    at = 2 if form is WeightForm.Q4_1 else 0
+    broken[7, at : at + 2] = np.array([wrong], np.float16).view(np.uint8)
+    checkpoint.close()
+    content = path.read_bytes()
+    assert content.count(blocks.tobytes()) == 1
+    path.write_bytes(content.replace(blocks.tobytes(), broken.tobytes()))
+    with pytest.raises(ModelError, match=f"{name} has a "):
+        load(str(path), device, weights)
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])
