@@ -1,5 +1,6 @@
 """The worker's health, as a small file: a worker has no open port that could be asked."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -30,7 +31,10 @@ class StatusFile:
         self._fixed = {"worker_id": worker_id, "pid": os.getpid(), "incarnation": incarnation}
 
     def write(self, state: str, group: str = "", epoch: int = 0) -> None:
-        """Replaces the file; raises OSError if that is impossible."""
+        """Replaces the file, or what a symbolic link leads to.
+
+        Raises OSError if that is impossible, or there is something that is no regular file.
+        """
         if self._path is None:
             return
         record = {
@@ -40,9 +44,12 @@ class StatusFile:
             "epoch": epoch,
             "updated": self._wall_clock(),
         }
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        if self._path.exists() and not self._path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file", str(self._path))
+        target = Path(os.path.realpath(self._path))
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
         unfinished.write_text(json.dumps(record))
-        unfinished.replace(self._path)
+        unfinished.replace(target)
 
 
 def check_status_file(path: str, now: float) -> tuple[bool, str]:

@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -31,6 +32,7 @@ from control_plane.intake.whole_service import LocalService
 from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import Condemn, Effect
 from control_plane.snapshot_metrics import SnapshotCollector
+from control_plane.whole_file import write_whole
 
 WORKERS_GRACE_S = 5.0
 """How long workers may take to finish a step and say Goodbye."""
@@ -217,10 +219,8 @@ class Service:
             "pid": os.getpid(),
         }
         if self._config.announce_path is not None:
-            path = anyio.Path(self._config.announce_path)
-            unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-            await unfinished.write_text(json.dumps(listening))
-            await unfinished.rename(path)
+            path = Path(self._config.announce_path)
+            await anyio.to_thread.run_sync(write_whole, path, json.dumps(listening))
         _log.info(SERVICE_LISTENING, term=self._dispatcher.term, **listening)
 
     async def _watch(self, signals: AsyncIterator[signal.Signals]) -> None:

@@ -14,7 +14,6 @@ Every key must be there and no other, so that a misspelt one is noticed.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import NoReturn
 
 from control_plane.errors import ConfigurationError
 from control_plane.scheduling.step_time import StepWork, step_seconds
+from control_plane.whole_file import write_whole
 
 FORMAT = 1
 FILE_BYTES_MAX = 4 << 20
@@ -91,13 +91,8 @@ class Calibration:
     points: tuple[Point, ...]
 
     def write(self, path: Path) -> None:
-        """Writes the file whole or not at all. Raises OSError."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(self._text(), encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        """As `write_whole` does. Raises OSError."""
+        write_whole(path, self._text())
 
     def content(self) -> dict[str, object]:
         """What the file holds."""

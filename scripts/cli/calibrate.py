@@ -19,9 +19,9 @@ from scripts.cli.bench_output import (
     drawing,
     ends_at_interrupt,
     numbers_up_to,
-    output_file,
     output_options,
     put_out,
+    replaced_file,
     tables_console,
     unwritable,
 )
@@ -73,7 +73,7 @@ Draw = Callable[[Measurement, Path], None]
 @click.option(
     "--output",
     "output_path",
-    type=output_file,
+    type=replaced_file,
     default="calibration.json",
     metavar="FILE",
     help="Settings file that is written, for `polychip serve --settings` and `polychip plan`.",
@@ -108,10 +108,13 @@ def calibrate(
         click.echo(line, err=True)
     extent = Extent(tuple(sorted(chunks)), tuple(sorted(batches)), position, repeats)
     measured = _measured(settings, extent, started)
-    with unwritable():
-        measured.calibration.write(output_path)
     content = json.dumps(document(measured), indent=2)
-    put_out(content, json_path, lambda: _show(measured))
+    try:
+        # First what is printed: minutes of measuring are not lost with a file.
+        put_out(content, json_path, lambda: _show(measured))
+    finally:
+        with unwritable():
+            measured.calibration.write(output_path)
     if draw is not None and plot_path is not None:
         with unwritable():
             draw(measured, plot_path)

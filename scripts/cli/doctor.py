@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from backends.errors import BackendError
 from backends.plugin import AUTO, BackendConfig, ready_backend
 from scripts.checkup import Patient, Say, examine
+from scripts.cli.bench_output import STANDARD_OUTPUT, json_target, output_file, unwritable
 from scripts.cli.chip_options import device_lists, options_of
 from scripts.conformance import (
     OUTCOMES,
@@ -28,8 +29,6 @@ from scripts.conformance import (
     summary,
 )
 from scripts.text_table import text_table
-
-STANDARD_OUTPUT = "-"
 
 
 @click.command(context_settings={"show_default": True, "max_content_width": 100})
@@ -60,14 +59,14 @@ STANDARD_OUTPUT = "-"
 @click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True),
+    type=json_target,
     metavar="FILE",
     help="File that receives the report as JSON; - is standard output, alone.",
 )
 @click.option(
     "--report",
     "report_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=output_file,
     metavar="FILE",
     help="File that receives the report as Markdown.",
 )
@@ -103,11 +102,12 @@ def doctor(
         if report["conformance"]["failures"]:
             report["outcome"] = "failed"
     complete = signed(report)
-    if report_path is not None:
-        report_path.write_text(markdown(complete), encoding="utf-8")
-    if json_path is not None:
-        with click.open_file(json_path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
+    with unwritable():
+        if report_path is not None:
+            report_path.write_text(markdown(complete), encoding="utf-8")
+        if json_path is not None:
+            with click.open_file(json_path, "w", encoding="utf-8") as file:
+                file.write(json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
     say(f"{report['outcome']}; SHA-256 of the report: {complete['sha256']}")
     sys.exit(0 if report["outcome"] == "passed" else 1)
 

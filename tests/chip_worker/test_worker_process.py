@@ -1,6 +1,7 @@
 """The worker's process: order of start, exit codes, health."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -151,6 +152,19 @@ def test_health_reads_the_status_file(tmp_path):
     ended = run_worker("--health", "--status-file", str(path))
     assert (ended.returncode, ended.stdout) == (0, "serving g0\n")
     assert run_worker("--health", "--status-file", str(path) + ".none").returncode == 1
+
+
+def test_a_status_file_takes_the_place_of_a_file_alone(tmp_path):
+    pipe, file, link = (tmp_path / name for name in ("pipe", "file", "link"))
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="it is no regular file"):
+        StatusFile(str(pipe), "chip0", 7, time.time).write("idle")
+    StatusFile(str(link), "chip0", 7, time.time).write("idle")
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert check_status_file(str(file), time.time())[0]
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]
 
 
 def test_a_status_is_healthy_while_fresh_and_not_failed(tmp_path):

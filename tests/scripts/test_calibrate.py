@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from scripts.calibration.calibration_file import Calibration, read_calibration
+from scripts.calibration.measurement import measure
 from scripts.calibration.recommendation import Rate, recommend
 from scripts.cli import calibrate as command
 from scripts.cli.main import main
@@ -143,6 +144,10 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_started(monk
         (["--groups", "0"], "'0' is not a group"),
         (["--backend", "none-such"], "--backend none-such"),
         (["--output", "no/such/folder.json"], "is no file in a folder that exists"),
+        (["--output", "/dev/null"], "'/dev/null' cannot be written: it is no regular file"),
+        (["--output", "/proc/x.json"], "'/proc/x.json' cannot be written: No such file"),
+        (["--json=/proc/x.json"], "'/proc/x.json' cannot be written: No such file"),
+        (["--plot", "/proc/x.png"], "'/proc/x.png' cannot be written: No such file"),
         (["--plot", "curve.gif"], "does not end in one of .png, .svg, .pdf"),
     ],
 )
@@ -151,6 +156,26 @@ def test_nonsense_is_refused_before_anything_is_started(arguments, reason, monke
     result = calibrate(*arguments)
     assert result.exit_code == 2
     assert reason in result.stderr
+
+
+def test_files_that_cannot_be_written_in_the_end_cost_no_results(model, tmp_path, monkeypatch):
+    """The place was tried first; since then it went."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    output, document = folder / "own.json", folder / "document.json"
+
+    def measure_and_remove_folder(*arguments):
+        folder.rmdir()
+        return measure(*arguments)
+
+    monkeypatch.setattr(command, "measure", measure_and_remove_folder)
+    result = calibrate(
+        *("--model", model, "--chips", 1, "--backend", "sim", "--backend-option", "pace=off"),
+        *(*SHORT, "--output", output, "--json", document),
+    )
+    assert result.exit_code == 1, result.output
+    assert "Recommended: --chunk-tokens" in result.stdout
+    assert str(output) in result.stderr.splitlines()[-1]
 
 
 def test_a_model_that_does_not_load_ends_it_with_the_reason(model, tmp_path, capfd):
