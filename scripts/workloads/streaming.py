@@ -22,6 +22,8 @@ DEADLINE_S = 900.0
 READ_BYTES = 1 << 16
 ERROR_BYTES_MAX = 1 << 16
 ERROR_CHARACTERS_MAX = 400
+COUNT_MAX = 1 << 40
+"""More tokens than any prompt or answer has."""
 STREAM_END = b"[DONE]"
 
 
@@ -120,16 +122,34 @@ async def complete(
         raise RequestFailed(f"the connection broke: {error}") from error
     if not stream.times_s:
         raise RequestFailed("the answer has no text")
-    usage = stream.usage
     return Answer(
-        sent_s,
-        tuple(stream.times_s),
-        prompt.tokens_count,
-        tokens_max,
-        usage.get("prompt_tokens"),
-        usage.get("completion_tokens"),
-        (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        sent_s, tuple(stream.times_s), prompt.tokens_count, tokens_max, *_counts(stream.usage)
     )
+
+
+def _counts(usage: object) -> tuple[int | None, int | None, int | None]:
+    """Tokens of the prompt, of the answer, and cached ones. Raises RequestFailed at nonsense."""
+    details = _member(usage, "prompt_tokens_details")
+    counts = (
+        _member(usage, "prompt_tokens"),
+        _member(usage, "completion_tokens"),
+        _member(details, "cached_tokens"),
+    )
+    for count in counts:
+        # In Python true and false are numbers.
+        known = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= COUNT_MAX
+        if count is not None and not known:
+            raise RequestFailed(f"its usage has a count that is none: {str(usage)[:200]}")
+    return counts
+
+
+def _member(value: object, name: str) -> Any:  # noqa: ANN401 - whatever the server sent
+    """Of an object; None where there is none."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise RequestFailed(f"its usage is no object of counts: {str(value)[:200]}")
+    return value.get(name)
 
 
 class _Exchange:
@@ -195,7 +215,7 @@ class _Stream:
 
     def __init__(self, on_chunk: Callable[[int], None]) -> None:
         self.times_s: list[float] = []
-        self.usage: dict[str, Any] = {}
+        self.usage: object = None
         self.ended = False
         self._on_chunk = on_chunk
         self._rest = b""

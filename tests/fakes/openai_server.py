@@ -21,9 +21,10 @@ class OpenAIServer:
     """A context manager; runs in a thread of its own.
 
     first_token_s, token_s: pauses before the first token and between tokens. extra_tokens: counted
-    in every prompt above its words. tokens_max: answers end after so many. last_event: is sent in
-    place of [DONE]. refuse: the response to a request instead of an answer, or None. bodies: what
-    was asked, in order. calls: method and path of everything, also of other servers that share it.
+    in every prompt above its words. usage_changes: what the usage has instead. tokens_max: answers
+    end after so many. last_event: is sent in place of [DONE]. refuse: the response to a request
+    instead of an answer, or None. bodies: what was asked, in order. calls: method and path of
+    everything, also of other servers that share it.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class OpenAIServer:
         extra_tokens: int = 0,
         tokens_max: int = 1 << 20,
         usage: bool = True,
+        usage_changes: Body | None = None,
         last_event: bytes = b"data: [DONE]\n\n",
         refuse: Callable[[Request, Body], Response | None] = lambda *_: None,
         calls: list[tuple[str, str]] | None = None,
@@ -47,6 +49,7 @@ class OpenAIServer:
         self.extra_tokens = extra_tokens
         self.tokens_max = tokens_max
         self.usage = usage
+        self.usage_changes = usage_changes or {}
         self.last_event = last_event
         self.refuse = refuse
         self.calls = [] if calls is None else calls
@@ -121,7 +124,7 @@ class OpenAIServer:
             prompt_tokens = len(body["prompt"].split()) + self.extra_tokens
             counts = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
             details = {"prompt_tokens_details": {"cached_tokens": 5}}
-            yield event({"choices": [], "usage": counts | details})
+            yield event({"choices": [], "usage": counts | details | self.usage_changes})
         yield self.last_event
 
     def _note(self, request: Request) -> None:

@@ -324,6 +324,42 @@ def test_a_stream_that_fails_is_an_error(bench, last_event, message):
     assert f"{server.address}: warm-up: {message}" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_tokens_details": [5]}, "its usage is no object of counts: [5]"),
+        ({"prompt_tokens_details": "none"}, "its usage is no object of counts: none"),
+        ({"prompt_tokens": 1e308}, "its usage has a count that is none: {'prompt_tokens': 1e+308"),
+        ({"completion_tokens": -16}, "its usage has a count that is none"),
+        ({"completion_tokens": 10**300}, "its usage has a count that is none"),
+        ({"completion_tokens": "16"}, "its usage has a count that is none"),
+        ({"prompt_tokens_details": {"cached_tokens": True}}, "its usage has a count that is none"),
+    ],
+)
+def test_counts_that_are_none_are_an_error(bench, changes, message):
+    with OpenAIServer() as sound, OpenAIServer(usage_changes=changes) as server:
+        result = bench(sound.address, server.address, "--workloads", "W1", "--runs", "1")
+    assert result.exit_code == 1
+    assert f"Error: {server.address}: warm-up: {message}" in result.stderr
+
+
+@pytest.mark.parametrize("last_event", [{"usage": [1]}, {"usage": 7}])
+def test_a_usage_that_is_no_object_is_an_error(bench, last_event):
+    events = event(last_event) + b"data: [DONE]\n\n"
+    with OpenAIServer(last_event=events) as server:
+        result = bench(server.address, "--workloads", "W1", "--runs", "1")
+    assert result.exit_code == 1
+    assert f"{server.address}: warm-up: its usage is no object of counts" in result.stderr
+
+
+def test_counts_that_are_not_told_are_no_error(bench):
+    untold = {"prompt_tokens_details": None, "prompt_tokens": None, "completion_tokens": None}
+    with OpenAIServer(usage_changes=untold) as server:
+        result = bench(server.address, "--workloads", "W1", "--runs", "1")
+    assert result.exit_code == 0, result.output
+    assert "counts no tokens in 1 of 1 answers" in result.stderr
+
+
 def test_a_server_that_refuses_ignore_eos_is_asked_without(bench):
     def refuse(_request, body):
         if "ignore_eos" not in body:
@@ -367,6 +403,7 @@ def test_nothing_there_is_status_3(bench):
         (["--workloads", "W1,W5"], "no workload 'W5'; there are W1, W2, W3, W4"),
         (["--json", "http://127.0.0.1:8000"], "is an address, not a file"),
         (["--json", "/no/such/folder/figures"], "is no file in a folder that exists"),
+        (["--json=/proc/z.json"], "'/proc/z.json' cannot be written"),
         (["--plot", "figures.gif"], "does not end in one of .png, .svg, .pdf"),
     ],
 )
