@@ -21,6 +21,11 @@ RUNS = 5
 RUNS_MAX = 1000
 PORT = "{port}"
 OWN_NAME = "polychip"
+OWN_OPTIONS = (
+    *("--host", "--http-port", "--grpc-port", "--worker-port", "--announce", "--log-level"),
+    *("--api-key-file", "--help", "-h"),
+)
+"""Of `serve`, which this command sets itself, or which keep it from being asked."""
 FIRST_TOKEN, PROCESSOR = "first token", "processor time"
 
 Runs = Sequence[Sequence[StartUp]]
@@ -36,6 +41,19 @@ def command_with_port(text: str) -> tuple[str, ...]:
     if not any(PORT in part for part in command):
         raise click.BadParameter(f"{text!r} does not say where the port goes: write {PORT} for it")
     return command
+
+
+def options_of_serve(
+    _context: click.Context, _parameter: click.Parameter, options: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What the server may be told."""
+    for option in options:
+        if option.partition("=")[0] in OWN_OPTIONS:
+            raise click.BadParameter(
+                f"{option.partition('=')[0]} is not for this command: it asks the server at a free "
+                "port of 127.0.0.1 without a key, and reads its log; leave it out"
+            )
+    return options
 
 
 @click.command(short_help="Measures the time from launching a server to its first token.")
@@ -54,7 +72,7 @@ def command_with_port(text: str) -> tuple[str, ...]:
     help=f"Also start another server, in turn; its command line with {PORT} for the port.",
 )
 @json_option
-@click.argument("serve_options", nargs=-1, type=click.UNPROCESSED)
+@click.argument("serve_options", nargs=-1, type=click.UNPROCESSED, callback=options_of_serve)
 def startup(
     runs_count: int,
     against: tuple[str, ...] | None,
@@ -89,7 +107,7 @@ async def _measured(commands: Sequence[Sequence[str]], runs_count: int) -> Runs:
     runs: list[list[StartUp]] = []
     with console.status("each server is started once before it counts"):
         for number in range(runs_count + 1):
-            starts = [await _start(command) for command in commands]
+            starts = [await _start(_name(*each), each[1]) for each in enumerate(commands)]
             if not number:
                 continue
             runs.append(starts)
@@ -98,9 +116,13 @@ async def _measured(commands: Sequence[Sequence[str]], runs_count: int) -> Runs:
     return runs
 
 
-async def _start(command: Sequence[str]) -> StartUp:
+async def _start(name: str, command: Sequence[str]) -> StartUp:
     port = free_port()
-    return await start_up([part.replace(PORT, str(port)) for part in command], port)
+    launched = [part.replace(PORT, str(port)) for part in command]
+    try:
+        return await start_up(launched, port)
+    except StartFailed as error:
+        raise StartFailed(f"{name}, launched as `{shlex.join(launched)}`: {error}") from error
 
 
 def _name(index: int, command: Sequence[str]) -> str:

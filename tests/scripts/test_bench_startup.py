@@ -78,6 +78,9 @@ def test_a_server_that_ends_is_an_error_with_what_it_printed():
         (["--against", "llama-server --port 80"], "does not say where the port goes"),
         (["--against", "'"], "is no command line"),
         (["--json", "no/such/folder.json"], "is no file in a folder that exists"),
+        (["--", "--http-port", "5"], "--http-port is not for this command"),
+        (["--", "--weights=native", "--announce=x"], "--announce is not for this command"),
+        (["--", "--host", "::1"], "--host is not for this command"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_started(arguments, reason, monkeypatch):
@@ -136,6 +139,26 @@ def test_a_server_that_fails_ends_the_command(monkeypatch):
     result = bench("--runs", "1", "--", "--model", "no-such-model")
     assert result.exit_code == 1
     assert "no-such-model" in result.stderr
+
+
+def test_the_server_that_fails_is_named_with_its_command(monkeypatch):
+    async def fails(_command, _port):
+        raise StartFailed("it ended with status 1\nwhat it printed")
+
+    monkeypatch.setattr(bench_startup, "start_up", fails)
+    monkeypatch.setattr(bench_startup, "free_port", lambda: 1234)
+    own = bench("--", "--model", "a model")
+    assert own.exit_code == 1
+    assert "Error: polychip, launched as `" in own.stderr
+    assert "--model 'a model'`: it ended with status 1\nwhat it printed" in own.stderr
+
+    async def starts(_command, _port):
+        monkeypatch.setattr(bench_startup, "start_up", fails)
+        return StartUp({}, 1.0, 0.5)
+
+    monkeypatch.setattr(bench_startup, "start_up", starts)
+    other = bench("--against", "other/server -p {port}")
+    assert "Error: server, launched as `other/server -p 1234`: it ended" in other.stderr
 
 
 @pytest.mark.end_to_end
