@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from control_plane.whole_file import try_to_create, try_whole
-from scripts.cli.chat import EXIT_INTERRUPTED
+from scripts.cli.interruption import EXIT_INTERRUPTED
 
 WIDTH_ELSEWHERE = 200
 """Columns of the table where no terminal says how many there are."""

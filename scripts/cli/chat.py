@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 import click
 
 from scripts.cli.common import Service, connected, service_options
+from scripts.cli.interruption import EXIT_INTERRUPTED
 from scripts.client import RECONNECT_DEADLINE_S, ClientError, PolychipClient, ServiceRefused
 from scripts.generation import Generation, Message, Piece
-
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ Loading late keeps every command quick: `polychip chat` imports neither torch no
 
 import importlib
 import importlib.metadata
+import sys
 
 import click
 from typing_extensions import override
+
+from scripts.cli.interruption import EXIT_INTERRUPTED
 
 COMMANDS = {
     "serve": "scripts.cli.serve:serve",
@@ -44,14 +47,22 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    @override
+    def invoke(self, ctx: click.Context) -> object:
+        """Ctrl-C has one exit status, however early it comes; commands may say more of it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            sys.exit(EXIT_INTERRUPTED)
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(importlib.metadata.version("polychip"), prog_name="polychip")
 def main() -> None:
     """Serves large language models across many chips of any make.
 
-    Exit status: 0 done, 1 error, 2 wrong usage, 3 the service is not reachable, 130 an answer was
-    interrupted.
+    Exit status: 0 done, 1 error, 2 wrong usage, 3 the service is not reachable, 130 interrupted.
     """
 
 

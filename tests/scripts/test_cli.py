@@ -70,6 +70,27 @@ def test_how_weights_are_held_reaches_every_worker() -> None:
 
 
 @pytest.mark.parametrize(
+    ("where", "arguments"),
+    [
+        ("scripts.cli.main.importlib.import_module", ["plan"]),
+        ("scripts.cli.calibrate.settle_backends", ["calibrate"]),
+        ("scripts.cli.bench_compare.look_at", ["bench", "compare"]),
+        ("scripts.cli.bench_step.find_backend", ["bench", "step"]),
+    ],
+)
+def test_ctrl_c_is_status_130_however_early_it_comes(
+    where: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 130
+    assert "Interrupted" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
     ("options", "named"),
     [
         (["--chips", "2", "--groups", "2"], "--chips and --groups"),
