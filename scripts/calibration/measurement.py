@@ -36,7 +36,7 @@ async def measure(
         sweep = await Sweeper(group, extent, deadline_s, watcher).measure()
     chunk_rates = tuple(_rate(point, point.work.chunk_tokens) for point in sweep.chunks)
     batch_rates = tuple(_rate(point, point.work.decode_rows) for point in sweep.batches)
-    recommendation = recommend(chunk_rates, batch_rates, sweep.rows_held)
+    recommendation = recommend(chunk_rates, batch_rates, sweep.rows_held, sweep.limited)
     calibration = Calibration(
         model=settings.control_plane.model_path,
         model_digest=group.worker.model_digest,

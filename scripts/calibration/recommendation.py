@@ -7,7 +7,7 @@ throughput
           +----------------------
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from scripts.calibration.calibration_file import CalibratedSettings
@@ -35,13 +35,20 @@ class Recommendation:
 
 
 def recommend(
-    chunks: Sequence[Rate], batches: Sequence[Rate], rows_held: int | None = None
+    chunks: Sequence[Rate],
+    batches: Sequence[Rate],
+    rows_held: int | None = None,
+    limited: Collection[str] = (),
 ) -> Recommendation:
     """Settings from both curves, each with at least one rate, their sizes ascending.
 
     rows_held: requests that KV memory holds at once; None where it holds all that were asked for.
+    limited: of "--chunks" and "--batches", those whose last size is the largest that can be
+    measured.
     """
-    remarks = [*_end_reached(chunks, "--chunks"), *_end_reached(batches, "--batches")]
+    remarks: list[str] = []
+    for rates, option in ((chunks, "--chunks"), (batches, "--batches")):
+        remarks += _end_reached(rates, option, larger=option not in limited)
     running_max = smallest_good(batches)
     if rows_held is not None and running_max > (most := max(1, int(SHARE * rows_held))):
         running_max = most
@@ -58,15 +65,20 @@ def smallest_good(rates: Sequence[Rate]) -> int:
     return next(rate.size for rate in rates if rate.tokens_per_s >= SHARE * best)
 
 
-def _end_reached(rates: Sequence[Rate], option: str) -> list[str]:
-    """A remark if throughput may still rise where the sweep ends: the best may lie beyond."""
+def _end_reached(rates: Sequence[Rate], option: str, *, larger: bool) -> list[str]:
+    """A remark if throughput may still rise where the sweep ends: the best may lie beyond.
+
+    larger: whether larger sizes can be measured.
+    """
     last = rates[-1]
     if len(rates) == 1:
+        if not larger and last.size == 1:
+            return []
+        others = f"several {option}, if context and memory allow" if larger else f"smaller {option}"
         return [
-            f"only {last.size} was measured, and nothing says that it is good: measure several "
-            f"{option}, if context and memory allow"
+            f"only {last.size} was measured, and nothing says that it is good: measure {others}"
         ]
-    if any(last.tokens_per_s < RISE_MIN * rate.tokens_per_s for rate in rates[:-1]):
+    if not larger or any(last.tokens_per_s < RISE_MIN * rate.tokens_per_s for rate in rates[:-1]):
         return []
     return [
         f"the sweep's end was reached: throughput still rises at {last.size}; measure larger "

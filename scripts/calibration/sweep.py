@@ -108,7 +108,8 @@ class Sweep:
     """What was measured, sizes ascending, and remarks on what was not.
 
     prompt_tokens, position: where. rows_held: requests of so many tokens that KV memory holds at
-    once; None where it holds all that were asked for.
+    once; None where it holds all that were asked for. limited: options, such as "--chunks", of
+    which no larger sizes can be measured; the remarks say why.
     """
 
     chunks: tuple[Point, ...]
@@ -117,6 +118,7 @@ class Sweep:
     prompt_tokens: int
     position: int
     rows_held: int | None
+    limited: frozenset[str]
     remarks: tuple[str, ...]
 
     @property
@@ -136,6 +138,8 @@ class Sweeper:
         self._repeats = extent.repeats
         self._watcher = watcher
         self._step_max_s = DEADLINE_SHARE * step_deadline_s
+        self._step_deadline_s = step_deadline_s
+        self._limited: set[str] = set()
         self._remarks: list[str] = []
         self._occupied: tuple[int, ...] = ()
         worker = group.worker
@@ -185,6 +189,7 @@ class Sweeper:
         if beyond:
             left_out = ", ".join(str(size) for size in beyond)
             self._remarks.append(f"{why}, which was measured instead of {left_out}")
+            self._limited.add(option)
         return sorted({min(size, most) for size in asked})
 
     def _blocks_for(self, tokens_count: int) -> int:
@@ -208,6 +213,7 @@ class Sweeper:
         for number in range(1, self._repeats + 1):
             for task, seconds in times.items():
                 seconds.append(await self._run(task, f"run {number} of {self._repeats}"))
+        self._remark_on_deadline({task: median(seconds) for task, seconds in times.items()})
         self._remark_on_spread(median(max(seconds) / min(seconds) for seconds in times.values()))
 
         def points(tasks: Sequence[Task]) -> tuple[Point, ...]:
@@ -220,8 +226,18 @@ class Sweeper:
             self._prompt_tokens,
             self._position,
             self._rows_held,
+            frozenset(self._limited),
             tuple(self._remarks),
         )
+
+    def _remark_on_deadline(self, seconds: Mapping[Task, float]) -> None:
+        longest = max(seconds, key=lambda task: seconds[task])
+        if seconds[longest] > self._step_max_s:
+            self._remarks.append(
+                f"{longest} takes {seconds[longest]:.3g} s, more than half of --step-deadline "
+                f"{self._step_deadline_s:g}: a service may take such a step for one that never "
+                "ends; allow more"
+            )
 
     def _remark_on_spread(self, spread: float) -> None:
         if spread > SPREAD_MAX:
@@ -269,6 +285,7 @@ class Sweeper:
                     f"chunks from {following[0]} tokens on were left out: they would take more "
                     f"than {self._step_max_s:g} s, half of --step-deadline"
                 )
+                self._limited.add("--chunks")
                 del self._chunks[i + 1 :]
                 return
 

@@ -96,6 +96,19 @@ def test_of_a_single_size_nobody_knows_what_lies_beyond():
     assert "several --batches" in remark
 
 
+def test_nobody_is_sent_to_measure_what_cannot_be():
+    rising = curve(BATCHES, float)
+    assert len(recommend(rising, rising).remarks) == 2
+    (remark,) = recommend(rising, rising, limited={"--chunks"}).remarks
+    assert "--batches" in remark
+    (remark,) = recommend(
+        (Rate(16, 1.0),), (Rate(1, 1.0),), None, {"--chunks", "--batches"}
+    ).remarks
+    assert remark == (
+        "only 16 was measured, and nothing says that it is good: measure smaller --chunks"
+    )
+
+
 @pytest.mark.parametrize(
     ("rows_held", "expected"), [(None, 64), (80, 64), (79, 63), (40, 32), (10, 8), (2, 1), (1, 1)]
 )

@@ -117,6 +117,11 @@ def test_what_does_not_fit_is_cut_to_what_does(limits, chunks, batches, position
     assert [point.work.decode_rows for point in sweep.batches] == batches
     assert sweep.position == position
     assert any(remark in each for each in sweep.remarks), sweep.remarks
+    assert sweep.limited == {
+        option
+        for option, taken, most in (("--chunks", chunks, 256), ("--batches", batches, 8))
+        if max(taken) < most
+    }
 
 
 def test_memory_that_does_not_hold_a_row_is_an_error_with_the_remedy():
@@ -138,6 +143,15 @@ def test_a_chunk_that_would_take_most_of_the_deadline_is_not_tried():
     assert max(work.chunk_tokens for work in group.computed) < 256
     assert any("chunks from 256 tokens on were left out" in each for each in sweep.remarks)
     assert any("--step-deadline" in each for each in sweep.remarks)
+    assert sweep.limited == {"--chunks"}
+
+
+def test_a_deadline_that_measured_steps_exceed_is_told():
+    """A chunk of 256 takes 0.266 s."""
+    (remark,) = swept(ModelledGroup(), chunks=(256,), step_deadline_s=0.5).remarks
+    assert "takes 0.27" in remark
+    assert "more than half of --step-deadline 0.5" in remark
+    assert swept(ModelledGroup(), chunks=(256,), step_deadline_s=0.6).remarks == ()
 
 
 def test_on_a_busy_machine_medians_are_taken_and_it_is_said():
