@@ -26,7 +26,9 @@ def open_checkpoint(path: str) -> Checkpoint:
         return SafetensorsCheckpoint(path)
     if Path(path).is_file():
         return GgufCheckpoint(path)
-    raise ModelError(f"model {path!r}: no such file or directory")
+    exists = Path(path).exists()
+    what = "it is neither a file nor a directory" if exists else "no such file or directory"
+    raise ModelError(f"model {path!r}: {what}")
 
 
 @dataclass(frozen=True)

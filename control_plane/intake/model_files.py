@@ -96,8 +96,11 @@ class ModelFiles:
             return _from_directory(path)
         if path.is_file():
             return _from_gguf(path)
+        what = (
+            "it is neither a file nor a directory" if path.exists() else "no such file or directory"
+        )
         raise ConfigurationError(
-            f"model {path}: no such file or directory; give a GGUF file or a directory that holds "
+            f"model {path}: {what}; give a GGUF file or a directory that holds "
             "config.json, tokenizer.json and safetensors files"
         )
 

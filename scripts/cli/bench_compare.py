@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,6 +44,11 @@ class NamedAddress(NamedTuple):
     label: str
     address: str
 
+    @property
+    def shown(self) -> str:
+        """What results call it."""
+        return self.label or self.address
+
 
 def named_address(text: str) -> NamedAddress:
     """An address as http://HOST:PORT, with or without /v1, and NAME= before it if it has one."""
@@ -58,6 +64,19 @@ def named_address(text: str) -> NamedAddress:
     return NamedAddress(label, address)
 
 
+def told_apart(
+    _context: click.Context, _parameter: click.Parameter, addresses: tuple[NamedAddress, ...]
+) -> tuple[NamedAddress, ...]:
+    """Each server has a name of its own in the results."""
+    for shown, count in Counter(each.shown for each in addresses).items():
+        if count > 1:
+            raise click.BadParameter(
+                f"results would call {count} servers {shown!r}; write NAME=ADDRESS with another "
+                "NAME for each"
+            )
+    return addresses
+
+
 def workload_names(text: str) -> tuple[str, ...]:
     """Names with commas between them, in the order given."""
     names = tuple(dict.fromkeys(part.strip().upper() for part in text.split(",")))
@@ -68,7 +87,9 @@ def workload_names(text: str) -> tuple[str, ...]:
 
 
 @click.command(short_help="Sends one load to servers in turn, and compares them.")
-@click.argument("addresses", metavar="[[NAME=]ADDRESS]...", nargs=-1, type=named_address)
+@click.argument(
+    "addresses", metavar="[[NAME=]ADDRESS]...", nargs=-1, type=named_address, callback=told_apart
+)
 @click.option(
     "--workloads",
     "names",

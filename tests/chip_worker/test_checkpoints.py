@@ -374,6 +374,8 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, content):
 
 
 def test_paths_that_hold_no_model_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="/dev/null': it is neither a file nor a directory"):
+        open_checkpoint("/dev/null")
     with pytest.raises(ModelError, match="no such file"):
         open_checkpoint(str(tmp_path / "nothing"))
     with pytest.raises(ModelError, match=r"config\.json"):

@@ -400,6 +400,8 @@ def test_nothing_there_is_status_3(bench):
     [
         (["127.0.0.1:8000"], "is no address such as http://"),
         (["ours=127.0.0.1:8000"], "is no address such as http://"),
+        (["a=http://one:1", "a=http://two:1"], "would call 2 servers 'a'; write NAME=ADDRESS"),
+        (["http://one:1", "http://one:1"], "would call 2 servers 'http://one:1'"),
         (["--workloads", "W1,W5"], "no workload 'W5'; there are W1, W2, W3, W4"),
         (["--json", "http://127.0.0.1:8000"], "is an address, not a file"),
         (["--json", "/no/such/folder/figures"], "is no file in a folder that exists"),

@@ -280,6 +280,8 @@ def test_a_bad_directory_is_refused_by_name(directory, name, content, problem):
 
 
 def test_no_such_path(tmp_path):
+    with pytest.raises(ConfigurationError, match="/dev/null: it is neither a file nor a directory"):
+        ModelFiles.load(Path("/dev/null"))
     with pytest.raises(ConfigurationError, match="no such file or directory"):
         ModelFiles.load(tmp_path / "nothing")
 
