@@ -43,9 +43,11 @@ LARGER_FACTOR = 8
 """Groups of up to so many times the chips there are looked at as a remedy."""
 FEWER_BITS = ("int8", "native")
 """Values of --weights that are looked at as a remedy."""
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{sign}iB": 1 << 10 * n for n, sign in enumerate("KMGT", 1)}
-UNITS |= {f"{sign}B": 1000**n for n, sign in enumerate("KMGT", 1)}
+UNITS = {"": 1, "b": 1}
+UNITS |= {f"{sign}{unit}": 1 << 10 * n for n, sign in enumerate("kmgt", 1) for unit in ("", "ib")}
+UNITS |= {f"{sign}b": 1000**n for n, sign in enumerate("kmgt", 1)}
+CHIP_BYTES_MIN = 1 << 20
+"""Less is a forgotten unit: no model is as small."""
 OF_SERVE = ("context_tokens", "block_tokens", "chunk_tokens", "running_max")
 """Settings of `serve` that decide what a layout holds."""
 
@@ -53,11 +55,17 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 
 def memory_bytes(text: str) -> int:
-    """A size such as 24GiB, 80GB or a number of bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)\s*", text)
-    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
-    if size < 1:
+    """A size such as 24GiB, 24G (the same), 80GB or a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?(?:i?b)?)\s*", text.lower())
+    unit = UNITS.get(found[2]) if found else None
+    if found is None or unit is None:
         raise click.BadParameter(f"{text!r} is not a size; write one such as 24GiB or 80GB")
+    size = int(float(found[1]) * unit)
+    if size < CHIP_BYTES_MIN:
+        raise click.BadParameter(
+            f"{text!r} is {size} bytes, and a chip has at least {CHIP_BYTES_MIN}; write the unit "
+            f"too, such as {found[1]}GiB"
+        )
     return size
 
 
@@ -187,11 +195,11 @@ def plan(
 
 
 def calibrated(path: Path) -> Calibration:
-    """The calibration. Raises ClickException saying what is wrong with the file."""
+    """The calibration. Raises UsageError saying what is wrong with the file."""
     try:
         return read_calibration(path)
     except ConfigurationError as error:
-        raise click.ClickException(f"--calibration {error}") from error
+        raise click.UsageError(f"--calibration {error}") from error
 
 
 def find_backend_of(

@@ -19,6 +19,9 @@ from scripts.calibration.calibration_file import Calibration, StepTime
 from scripts.planning.capacity import Capacity, Wishes
 from scripts.planning.needs import Chips, GroupNeeds, ModelNeeds
 
+DIGEST_CHARACTERS = 12
+"""Of a model's digest, as people are shown it: enough to tell models apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -40,24 +43,41 @@ class Speed:
 
 
 def why_useless(calibration: Calibration, model: ModelNeeds, chips: Chips) -> str | None:
-    """Why a calibration says nothing of these chips and this model; None if it does.
+    """Why a calibration says nothing of these chips and this model, with the remedy, or None.
 
     Chips that are not at hand are taken to be such as were measured.
     """
+    digests = [
+        f"digest {each[:DIGEST_CHARACTERS]}" for each in (calibration.model_digest, model.digest)
+    ]
     compared = [
-        ("dtype", calibration.dtype, model.dtype),
-        ("model", calibration.model_digest, model.digest),
+        ("dtype", calibration.dtype, model.dtype, f"--dtype {model.dtype}"),
+        # Before the digest, which depends on them: these people know by name.
+        (
+            "form of weights",
+            _form(calibration.weights),
+            _form(model.weights),
+            f"--weights {model.weights}",
+        ),
+        (f"model ({calibration.model})", *digests, "--model"),
     ]
     if chips.at_hand:
         compared += [
-            ("backend", calibration.backend, chips.backend),
-            ("chip", calibration.device, chips.description),
+            ("backend", calibration.backend, chips.backend, f"--backend {chips.backend}"),
+            # What a chip has of its host depends on how many share it.
+            ("chip", calibration.device, chips.description, f"--chips {chips.count}"),
         ]
-    for name, measured, planned in compared:
+    for name, measured, planned, option in compared:
         if measured != planned:
-            held = f", weights held as {calibration.weights!r}" if name == "model" else ""
-            return f"it was measured with another {name}: {measured}{held}; here it is {planned}"
+            return (
+                f"it was measured with another {name}: {measured}; here it is {planned}: measure "
+                f"that with `polychip calibrate {option}` and the other options given here"
+            )
     return None
+
+
+def _form(weights: str) -> str:
+    return "bf16" if weights == "auto" else weights
 
 
 def speed(

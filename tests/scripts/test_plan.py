@@ -197,7 +197,7 @@ def test_a_calibration_gives_speeds_and_settings(model_path, tmp_path):
     assert "30.0 ms" in result.output
     path.write_text("{}")
     broken = run(model_path, "--calibration", str(path))
-    assert broken.exit_code == 1
+    assert broken.exit_code == 2
     assert f"--calibration {path}: " in broken.output
 
 
@@ -218,6 +218,8 @@ def test_remedies_are_for_the_wishes_of_the_calibration(model_path, tmp_path):
         (["--backend", "none"], "no backend 'none'"),
         (["--backend", "sim", "--backend-option", "chips=2", "--chips", "3"], "finds 2"),
         (["--chip-memory", "24 apples"], "is not a size"),
+        (["--chip-memory", "24"], "'24' is 24 bytes, and a chip has at least 1048576; write"),
+        (["--chip-memory", "24k"], "such as 24GiB"),
         (["--devices", "cpu=0"], "write ids alone"),
         (["--requests", "33"], "--max-running"),
     ],
@@ -244,7 +246,11 @@ def test_what_cannot_be_measured_is_an_error(model_path, measurements, says, sta
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 << 30), ("80 GB", 80 * 10**9), ("1.5MiB", 3 << 19), ("4096", 4096)],
+    [
+        *(("24GiB", 24 << 30), ("24G", 24 << 30), ("24g", 24 << 30), ("24gib", 24 << 30)),
+        *(("80 GB", 80 * 10**9), ("80gb", 80 * 10**9), ("1.5MiB", 3 << 19)),
+        *(("1048576", 1 << 20), ("2000000b", 2 * 10**6)),
+    ],
 )
 def test_sizes_are_read_in_their_units(text, size):
     assert memory_bytes(text) == size

@@ -363,15 +363,31 @@ def test_more_than_was_measured_is_marked():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"dtype": "float32"}, {"model_digest": "other"}, {"backend": "sim"}, {"device": "cores 0,1"}],
+    ("changes", "says", "remedy"),
+    [
+        ({"dtype": "float32"}, "dtype: float32; here it is bfloat16", "--dtype bfloat16"),
+        ({"model_digest": "other"}, "model (model.gguf): digest other; here it is", "--model"),
+        ({"backend": "sim"}, "backend: sim; here it is cpu", "--backend cpu"),
+        ({"device": "cores 0,1"}, "chip: cores 0,1; here it is cores 0", "--chips 8"),
+        (
+            {"weights": "int8", "model_digest": "other"},
+            "form of weights: int8; here it is bf16",
+            "--weights auto",
+        ),
+    ],
 )
-def test_a_calibration_of_something_else_says_nothing(changes):
+def test_a_calibration_of_something_else_says_what_to_measure(changes, says, remedy):
     other = calibration(**changes)
-    assert why_useless(other, model(), chips()) is not None
+    useless = why_useless(other, model(), chips())
+    assert f"it was measured with another {says}" in useless
+    assert f"`polychip calibrate {remedy}`" in useless
     planned = make_plan(model(4.0), chips(), wishes(), other)
     assert all(row.speed is None for row in planned.rows)
     assert f"Speeds are not known: {planned.uncalibrated}." in plan_lines(planned)
+
+
+def test_weights_that_auto_means_are_the_same():
+    assert why_useless(calibration(weights="bf16"), model(), chips()) is None
 
 
 def test_chips_that_are_not_there_are_taken_to_be_like_those_measured():
