@@ -19,6 +19,7 @@ from chip_worker.weights import ShardReader, open_checkpoint
 
 SHARD_LOADED = "shard.loaded"
 SHARD_EXPANDED = "shard.weights_expanded"
+SHARD_NOT_NATIVE = "shard.no_native_weights"
 
 _log = structlog.get_logger()
 
@@ -117,6 +118,14 @@ class ShardLoader:
                 first=min(reader.cut),
                 reason="this chip's columns begin or end within a block; another number of chips "
                 "in the group may not cut blocks",
+            )
+        elif self._weights == "native" and set(reader.forms) == {WeightForm.PLAIN}:
+            _log.warning(
+                SHARD_NOT_NATIVE,
+                model=self._checkpoint.path,
+                reason="--weights is native, but no matrix of the checkpoint is Q8_0, Q4_0 or "
+                "Q4_1: they are held as with bf16; give a GGUF file of these types, or --weights "
+                "int8",
             )
 
     def close(self) -> None:

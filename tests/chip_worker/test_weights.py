@@ -21,7 +21,7 @@ from backends.interface import WeightForm
 from chip_worker.config import WorkerConfig
 from chip_worker.errors import ConfigurationError, ModelError
 from chip_worker.representable_weights import ROUNDED_MAX, check_rounded
-from chip_worker.shard_loader import SHARD_EXPANDED, ShardLoader
+from chip_worker.shard_loader import SHARD_EXPANDED, SHARD_NOT_NATIVE, ShardLoader
 from chip_worker.weights import Piece, ShardReader, open_checkpoint
 from tests.fakes.checkpoints import TinyLlama, write_gguf, write_hugging_face
 from tests.fakes.compute_group import ComputeGroup
@@ -132,6 +132,22 @@ def test_other_types_are_expanded(gguf_path, device, kind):
     assert {(each.form, each.dtype) for each in matrices(native)} == {
         (WeightForm.PLAIN, torch.bfloat16)
     }
+
+
+def test_native_with_nothing_native_is_said(tmp_path, gguf_path, device):
+    folder = write_hugging_face(tmp_path, MODEL)
+
+    def warned(path, weights):
+        with structlog.testing.capture_logs() as logs:
+            load(path, device, weights)
+        return [each for each in logs if each["event"] == SHARD_NOT_NATIVE]
+
+    for path in (folder, gguf_path("F16")):
+        (said,) = warned(path, "native")
+        assert (said["log_level"], said["model"]) == ("warning", path)
+        assert "--weights int8" in said["reason"]
+    assert not warned(folder, "bf16")
+    assert not warned(gguf_path("Q4_1"), "native")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
