@@ -25,7 +25,7 @@ from scripts.cli.chip_options import options_of
 from scripts.cli.serve_options import MODEL_OPTIONS
 from scripts.control_cost.quiet_logs import quiet_logs
 from scripts.step_cost.costs import Costs, Extent, Load, StepFailed
-from scripts.step_cost.report import document, operation_table, step_table
+from scripts.step_cost.report import document, operation_table, remarks, step_table
 from scripts.workloads.probe import probe_machine
 
 ROWS_MAX = 256
@@ -113,6 +113,8 @@ def step(
             raise click.ClickException(str(error)) from error
     content = json.dumps(document(costs, started), indent=2)
     put_out(content, json_path, lambda: _show(costs))
+    for remark in remarks(costs):
+        click.echo(f"Note: {remark}.", err=True)
 
 
 for option in reversed(MODEL_OPTIONS):

@@ -67,6 +67,18 @@ def share_of_memory(costs: Costs, cost: StepCost) -> float | None:
     return costs.weight_bytes / cost.step_s / costs.read_per_s
 
 
+def remarks(costs: Costs) -> list[str]:
+    """Why the figures may mislead."""
+    shares = [share_of_memory(costs, cost) or 0.0 for cost in costs.steps]
+    if max(shares) <= 1:
+        return []
+    return [
+        f"a step read {max(shares):.0%} of what memory gave when it was probed before: the machine "
+        "was busier then, so measure again when it is idle; or the weights fit the processor's "
+        "caches"
+    ]
+
+
 def document(costs: Costs, started: datetime) -> dict[str, Any]:
     """Everything as JSON has it; times in seconds."""
     return {
@@ -80,6 +92,7 @@ def document(costs: Costs, started: datetime) -> dict[str, Any]:
             {**cost.load._asdict(), **asdict(cost), "of_memory": share_of_memory(costs, cost)}
             for cost in costs.steps
         ],
+        "remarks": remarks(costs),
     }
 
 

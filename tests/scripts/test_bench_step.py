@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from scripts.cli.main import main
 from scripts.step_cost.costs import OTHER, Calls, Costs, Extent, Load, StepCost, measure_load
-from scripts.step_cost.report import columns, share_of_memory
+from scripts.step_cost.report import columns, remarks, share_of_memory
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.tiny_gemma import TinyGemma
 
@@ -104,3 +104,11 @@ def test_small_operations_have_no_column_and_the_largest_comes_first():
     costs = Costs(Extent([Load(1)], 1, 1), {}, [cost], weight_bytes=10, read_per_s=20.0)
     assert columns(costs) == ["b", "a", OTHER]
     assert share_of_memory(costs, cost) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("read_per_s", "said"), [(None, None), (20.0, None), (8.0, "125%")])
+def test_more_than_all_of_memory_is_explained(read_per_s, said):
+    costs = [StepCost(Load(rows), 1.0 * rows, 1.0, {OTHER: 0.1}, 3) for rows in (1, 2)]
+    found = remarks(Costs(Extent([Load(1)], 1, 1), {}, costs, 10, read_per_s))
+    assert len(found) == (said is not None)
+    assert all(said in each and "busier" in each for each in found)
