@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from typing_extensions import override
 
 from backends.cpu.host import CpuChip, has_bfloat16, host_memory
-from backends.cpu.options import DEVICE_IDS, check_options
+from backends.cpu.options import DEVICE_IDS, KERNELS, check_options, chosen
 from backends.errors import BackendUnavailable
 from backends.plugin import Backend, BackendConfig, Capabilities, ChipDescription
+from kernels.library import LibraryUnusable, open_library
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -17,6 +19,7 @@ class CpuBackend(Backend):
     """CPU cores as chips: each chip is a set of the cores this process may run on.
 
     The option `device-ids=a,b,...` gives the host chips of these ids, to try lists of devices.
+    What computes, and so whether it can capture, is known from `on_init` on.
     """
 
     runtime_module = "backends.cpu.runtime:CpuRuntime"
@@ -71,6 +74,7 @@ class CpuBackend(Backend):
                 f"dtype is {config.dtype!r}; the cpu backend computes in {' or '.join(_DTYPES)}: "
                 "choose one of them, or auto"
             )
+        self.capabilities = replace(self.capabilities, can_capture=_can_capture(config))
         # OpenMP reads it when torch is imported. Its threads otherwise spin at every barrier, and
         # one busy process beside them then makes a step forty times as long (measured).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251
@@ -92,6 +96,17 @@ class CpuBackend(Backend):
         return tuple(
             self._cores[(index * each + place) % len(self._cores)] for place in range(each)
         )
+
+
+def _can_capture(config: BackendConfig) -> bool:
+    """The native kernels record programs; torch's do not."""
+    if chosen(config.options, KERNELS) == "torch":
+        return False
+    try:
+        open_library()
+    except LibraryUnusable:
+        return False
+    return True
 
 
 def _device_ids(config: BackendConfig) -> Sequence[str]:

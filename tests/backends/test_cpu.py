@@ -14,6 +14,7 @@ from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable
 from backends.interface import BatchRows, KVSpec, Lifetime, Requirement, open_runtime
 from backends.plugin import BackendConfig, ChipDescription
+from kernels.library import LibraryUnusable
 from kernels.spec import WINDOW
 
 
@@ -53,6 +54,24 @@ def test_opening_a_chip_pins_the_process_and_keeps_the_enumeration():
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), before)
     torch.set_num_threads(len(before))
+
+
+def test_programs_need_the_native_kernels(monkeypatch):
+    def can_capture(**options):
+        backend = CpuBackend()
+        backend.on_init(BackendConfig(chip_indices=(0,), options=options))
+        return backend.capabilities.can_capture
+
+    monkeypatch.setattr(plugin, "open_library", lambda: None)
+    assert can_capture()
+    assert can_capture(kernels="portable")
+    assert not can_capture(kernels="torch")
+
+    def missing():
+        raise LibraryUnusable("not built")
+
+    monkeypatch.setattr(plugin, "open_library", missing)
+    assert not can_capture()
 
 
 def test_a_decode_row_gathers_only_what_its_window_reaches(runtime, device):

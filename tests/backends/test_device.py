@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from backends.device import EagerProgram
 from backends.errors import OutOfMemory
 from backends.interface import BackendConfig, Lifetime, open_runtime
 
@@ -33,6 +34,11 @@ def test_a_captured_program_works_on_the_same_buffers_again(device):
         device.copy(torch.full((4,), number), source)
         program.replay()
         assert device.to_host(target).tolist() == [number] * 4
+
+
+def test_what_is_captured_is_recorded_if_the_backend_says_so(backend, device):
+    program = device.capture(lambda: None)
+    assert isinstance(program, EagerProgram) != backend.capabilities.can_capture
 
 
 def test_memory_info_is_within_the_chip(device):
