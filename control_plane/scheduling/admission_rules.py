@@ -58,8 +58,8 @@ def queue_refusal(
         limit = f"the queue holds {config.queue_tokens_max} tokens"
     else:
         return None
-    rate = sum(load.prefill_tokens_per_s for load in loads)
-    retry_after_s = min(60.0, max(1.0, tokens_count / max(rate, 1.0)))
+    rate = sum(load.speed.tokens_per_s for load in loads)
+    retry_after_s = min(60.0, max(1.0, tokens_count / rate))
     message = f"{full}; {limit}: try again in {retry_after_s:.0f} s"
     return QueueFull(message, retry_after_s=retry_after_s)
 

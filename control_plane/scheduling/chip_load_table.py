@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass
 
+from control_plane.scheduling.group_speed import GroupSpeed
 from control_plane.scheduling.kv_groups import KVGroups
+
+ANSWER_TOKENS = 32
+"""Output tokens that a request counts for, from its dispatch to its end, if it may have so many: how
+many it will have nobody knows. A row that decodes computes as much as a prompt's token."""
+
+
+def answer_tokens(tokens_left: int) -> int:
+    """What the rest of an answer counts as, given how many tokens it may yet have."""
+    return min(ANSWER_TOKENS, tokens_left)
 
 
 @dataclass(slots=True)
@@ -10,8 +20,10 @@ class GroupLoad:
     """One group's line. Tokens are uncached ones still to be prefilled, queued or running.
 
     tokens_max: most tokens of one request that its memory and its chips' context hold.
-    queued_blocks: blocks the waiting requests will take. request_s: how long a request keeps its
-    slot, lately. available_blocks, running_count and step_s are what its scheduler last published.
+    answer_tokens: what its requests' answers count as. queued_blocks: blocks the waiting requests
+    will take. request_s: how long a request keeps its slot, lately. last_dispatch: number of the
+    last dispatch that went here. available_blocks and running_count are what its scheduler last
+    published.
     """
 
     group_id: str
@@ -19,13 +31,14 @@ class GroupLoad:
     total_blocks: int
     tokens_max: int
     slots_count: int
-    prefill_tokens_per_s: float
-    step_s: float
+    speed: GroupSpeed
     requests_count: int = 0
     queued_tokens: int = 0
+    answer_tokens: int = 0
     queued_blocks: int = 0
     available_blocks: int = 0
     running_count: int = 0
+    last_dispatch: int = 0
     request_s: float = 1.0
 
 
@@ -35,6 +48,7 @@ class Dispatched:
 
     group: GroupLoad
     tokens: int
+    answer_tokens: int
     blocks: int
 
 
@@ -44,6 +58,7 @@ class ChipLoadTable:
     def __init__(self) -> None:
         self.groups: dict[str, GroupLoad] = {}
         self._dispatched: dict[str, Dispatched] = {}
+        self._dispatches = 0
 
     def __len__(self) -> int:
         return len(self._dispatched)
@@ -56,13 +71,19 @@ class ChipLoadTable:
         """A group serves no more; its requests release their load one by one."""
         del self.groups[group_id]
 
-    def dispatch(self, request_id: str, group_id: str, tokens: int, blocks: int) -> None:
-        """Counts a request that begins to wait in a group."""
+    def dispatch(
+        self, request_id: str, group_id: str, tokens: int, tokens_left: int, blocks: int
+    ) -> None:
+        """Counts a request that begins to wait in a group; it may have `tokens_left` more."""
         assert request_id not in self._dispatched, request_id
         group = self.groups[group_id]
-        self._dispatched[request_id] = Dispatched(group, tokens, blocks)
+        counted = Dispatched(group, tokens, answer_tokens(tokens_left), blocks)
+        self._dispatched[request_id] = counted
+        self._dispatches += 1
+        group.last_dispatch = self._dispatches
         group.requests_count += 1
         group.queued_tokens += tokens
+        group.answer_tokens += counted.answer_tokens
         group.queued_blocks += blocks
 
     def admit(self, request_id: str, tokens: int) -> None:
@@ -84,6 +105,7 @@ class ChipLoadTable:
         if counted:
             counted.group.requests_count -= 1
             counted.group.queued_tokens -= counted.tokens
+            counted.group.answer_tokens -= counted.answer_tokens
             counted.group.queued_blocks -= counted.blocks
 
     def check_integrity(self) -> None:
@@ -92,4 +114,5 @@ class ChipLoadTable:
             mine = [d for d in self._dispatched.values() if d.group is group]
             assert group.requests_count == len(mine), group
             assert group.queued_tokens == sum(d.tokens for d in mine), group
+            assert group.answer_tokens == sum(d.answer_tokens for d in mine), group
             assert group.queued_blocks == sum(d.blocks for d in mine), group

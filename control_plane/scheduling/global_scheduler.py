@@ -1,9 +1,9 @@
-"""Which group a request goes to: the one where its first token is expected first."""
+"""Which group a request goes to: the one that is through with its work first, this included."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from control_plane.scheduling.chip_load_table import GroupLoad
+from control_plane.scheduling.chip_load_table import GroupLoad, answer_tokens
 from control_plane.scheduling.live_request import LiveRequest
 from control_plane.scheduling.residency import Residency
 
@@ -13,28 +13,36 @@ BARRIER_S = 10.0
 MOVE_GAIN_S = 0.005
 """A waiting request changes group only for at least this much."""
 
+EVEN_SPEEDS = 1.25
+"""Groups that take at most so many times as long as the fastest count as equal to it: step times of
+equal chips differ as much by chance, and equal chips are to get equal shares."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A group for a request, what it would compute and take there, and when it would answer."""
+    """A group for a request, what it would compute and take there; and how long the group would
+    have to compute then."""
 
     group_id: str
     tokens: int
     blocks: int
-    first_token_s: float
+    work_s: float
 
 
 def choose_group(
     live: LiveRequest, groups: Iterable[GroupLoad], resident: Mapping[str, Residency]
 ) -> Choice | None:
-    """The best of the groups that can ever hold the request; None if none can."""
-    best: tuple[float, int, str] | None = None
+    """The best of the groups that can ever hold the request; None if none can.
+
+    Of equals the one with fewest requests, then the one that waited longest for a request.
+    """
+    able = [load for load in groups if can_hold(live, load)]
+    fastest_s = fastest_token_s(able)
+    best: tuple[float, int, int, str] | None = None
     chosen: Choice | None = None
-    for load in groups:
-        if not can_hold(live, load):
-            continue
-        choice = weigh_group(live, load, resident.get(load.group_id))
-        rank = (choice.first_token_s, load.requests_count, load.group_id)
+    for load in able:
+        choice = weigh_group(live, load, resident.get(load.group_id), fastest_s)
+        rank = (choice.work_s, load.requests_count, load.last_dispatch, load.group_id)
         if best is None or rank < best:
             best, chosen = rank, choice
     return chosen
@@ -49,18 +57,31 @@ def can_hold(live: LiveRequest, load: GroupLoad) -> bool:
     return load.kv.cost(most) <= load.total_blocks
 
 
-def weigh_group(live: LiveRequest, load: GroupLoad, residency: Residency | None) -> Choice:
-    """What a request would cost in a group, the group's load being without it; `residency` is the
-    end of the prefix it can use there."""
+def fastest_token_s(groups: Iterable[GroupLoad]) -> float:
+    """Seconds of a prompt's token on the fastest of the groups."""
+    return min((load.speed.token_s for load in groups), default=0.0)
+
+
+def weigh_group(
+    live: LiveRequest, load: GroupLoad, residency: Residency | None, fastest_s: float
+) -> Choice:
+    """What a request would cost in a group, the group's load being without it.
+
+    residency: the end of the prefix it can use there. fastest_s: seconds of a token on the fastest
+    of the groups that are compared.
+    """
     known_count = len(live.token_ids)
     depth = residency.depth if residency else 0
     tokens = known_count - depth * load.kv.block_tokens
     blocks = load.kv.cost(known_count + 1, depth)
-    rate = max(load.prefill_tokens_per_s, 1.0)
-    first_token_s = load.step_s + (load.queued_tokens + tokens) / rate
+    token_s = load.speed.token_s
+    if token_s <= EVEN_SPEEDS * fastest_s:
+        token_s = fastest_s
+    mine = tokens + answer_tokens(live.tokens_left)
+    work_s = (load.queued_tokens + load.answer_tokens + mine) * token_s
     over_count = load.requests_count + 1 - load.slots_count
     if over_count > 0:
-        first_token_s += over_count * load.request_s / load.slots_count
+        work_s += over_count * load.request_s / load.slots_count
     if blocks + load.queued_blocks > load.available_blocks:
-        first_token_s += BARRIER_S
-    return Choice(load.group_id, tokens, blocks, first_token_s)
+        work_s += BARRIER_S
+    return Choice(load.group_id, tokens, blocks, work_s)

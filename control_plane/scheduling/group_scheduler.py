@@ -14,6 +14,7 @@ from control_plane.config import SchedulingConfig
 from control_plane.scheduling import step_planner
 from control_plane.scheduling.chip_load_table import ChipLoadTable
 from control_plane.scheduling.chunk_budget import ChunkBudget
+from control_plane.scheduling.group_speed import PACE_CHUNK_TOKENS
 from control_plane.scheduling.live_request import LiveRequest, Stage
 from control_plane.scheduling.messages import (
     Admission,
@@ -29,7 +30,7 @@ from control_plane.scheduling.residency import GroupTree, Residency
 from control_plane.scheduling.row_outcomes import is_finite, new_scores, token_delta
 from control_plane.scheduling.slot_table import SlotTable
 from control_plane.scheduling.step_planner import PlannedRow
-from control_plane.scheduling.step_time import StepTimeModel, StepWork
+from control_plane.scheduling.step_time import StepTimeModel
 from control_plane.scheduling.steps_in_flight import StepsInFlight
 from control_plane.scheduling.table_room import TableChange
 from control_plane.scheduling.waiting_queue import WaitingQueue
@@ -384,7 +385,9 @@ class GroupScheduler:
         self._load.release(live.request_id)
         known_count = len(live.token_ids)
         blocks_count = self.blocks.kv.cost(known_count)
-        self._load.dispatch(live.request_id, self.group_id, known_count, blocks_count)
+        self._load.dispatch(
+            live.request_id, self.group_id, known_count, live.tokens_left, blocks_count
+        )
         live.stage = Stage.WAITING
         if not live.is_complete:
             self.waiting.add(live)
@@ -405,6 +408,8 @@ class GroupScheduler:
         """Takes what the oldest step brought, as `in_flight.expects` it: its new tokens and scores,
         and the requests it failed."""
         step = self.in_flight.take(now, done.device_s)
+        if step.work.chunk_tokens:
+            self._measure_speed(step.work.chunk_tokens)
         deltas: list[TokenDelta] = []
         prompt_deltas: list[PromptDelta] = []
         failed: list[LiveRequest] = []
@@ -435,15 +440,19 @@ class GroupScheduler:
         if row.is_prefill:
             self._load.progress(row.live.request_id, row.tokens_count)
 
+    def _measure_speed(self, chunk_tokens: int) -> None:
+        """A step with a chunk ended, and the model of steps learned from it."""
+        rate = self.step_time.prefill_tokens_per_s(
+            min(PACE_CHUNK_TOKENS, self._config.chunk_tokens)
+        )
+        if rate:
+            self._load.groups[self.group_id].speed.measure(1 / rate, chunk_tokens)
+
     def publish(self) -> None:
         """Brings its line of the load table up to date."""
         group = self._load.groups[self.group_id]
         group.available_blocks = self.tree.ledger.available_count
         group.running_count = len(self.running)
-        rate = self.step_time.prefill_tokens_per_s(self._config.chunk_tokens)
-        if rate:
-            group.prefill_tokens_per_s = rate
-        group.step_s = self.step_time.predict(StepWork(0, 0, len(self.running), 0))
 
     def check_integrity(self) -> None:
         """Asserts that ledger, tables and stages agree."""

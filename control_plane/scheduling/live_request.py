@@ -140,6 +140,11 @@ class LiveRequest:
         return len(self.token_ids) - self.prompt_count
 
     @property
+    def tokens_left(self) -> int:
+        """Output tokens it may yet have."""
+        return self.tokens_max - self.output_count
+
+    @property
     def is_complete(self) -> bool:
         """Whether every token it may have is committed; it only waits for intake's End."""
         return self.output_count >= self.tokens_max

@@ -1,5 +1,6 @@
 """The groups that serve: their schedulers, the index and load table they share, their planning."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
 
@@ -8,12 +9,15 @@ from control_plane.scheduling.block_ledger import BlockLedger
 from control_plane.scheduling.chip_load_table import ChipLoadTable, GroupLoad
 from control_plane.scheduling.global_scheduler import (
     MOVE_GAIN_S,
+    Choice,
     can_hold,
     choose_group,
+    fastest_token_s,
     weigh_group,
 )
 from control_plane.scheduling.group_members import ChipGroup
 from control_plane.scheduling.group_scheduler import GroupScheduler
+from control_plane.scheduling.group_speed import GroupSpeed, MakeSpeed
 from control_plane.scheduling.kv_groups import KVGroups
 from control_plane.scheduling.live_request import LiveRequest
 from control_plane.scheduling.messages import (
@@ -52,6 +56,7 @@ class ServingGroups:
         self._timers = timers
         self._emit = emit
         self._index = RadixIndex(config.block_tokens)
+        self._makes: dict[tuple[str, str, int], MakeSpeed] = defaultdict(MakeSpeed)
         self._worker_ids: dict[str, tuple[str, ...]] = {}
         self._contexts_tokens: dict[str, int] = {}
         self._touched: dict[str, None] = {}
@@ -89,8 +94,7 @@ class ServingGroups:
             total_blocks=blocks_total,
             tokens_max=kv.tokens_max(blocks_total, context_tokens),
             slots_count=group.slots_count,
-            prefill_tokens_per_s=rate,
-            step_s=decode_step_s,
+            speed=GroupSpeed(self._makes[_make_of(ranks)], rate),
             available_blocks=blocks_total,
         )
         self.load.add_group(load)
@@ -128,14 +132,23 @@ class ServingGroups:
     # ------------------------------------------------------------ requests
 
     def dispatch(self, live: LiveRequest) -> bool:
-        """Sends a request to the group that answers it first; False if none can hold it."""
+        """Sends a request to the group that is through first; False if none can hold it."""
         choice = choose_group(live, self.load.groups.values(), self._resident(live))
         if choice is None:
             return False
-        self.load.dispatch(live.request_id, choice.group_id, choice.tokens, choice.blocks)
+        self._count(live, choice)
+        for load in self.load.groups.values():
+            if not load.requests_count:
+                load.speed.pass_by()
         self.schedulers[choice.group_id].enqueue(live)
         self.touch(choice.group_id)
         return True
+
+    def _count(self, live: LiveRequest, choice: Choice) -> None:
+        """Counts a request where it is to wait."""
+        self.load.dispatch(
+            live.request_id, choice.group_id, choice.tokens, live.tokens_left, choice.blocks
+        )
 
     def flush(self) -> int:
         """Frees every cached block nobody references and returns how many there were."""
@@ -217,13 +230,14 @@ class ServingGroups:
                 continue
             resident = self._resident(live)
             busiest.withdraw(live)
-            stays = weigh_group(live, there, resident.get(there.group_id))
-            moves = weigh_group(live, here, resident.get(here.group_id))
-            if moves.first_token_s + MOVE_GAIN_S < stays.first_token_s:
+            fastest_s = fastest_token_s((there, here))
+            stays = weigh_group(live, there, resident.get(there.group_id), fastest_s)
+            moves = weigh_group(live, here, resident.get(here.group_id), fastest_s)
+            if moves.work_s + MOVE_GAIN_S < stays.work_s:
                 choice, target = moves, scheduler
             else:
                 choice, target = stays, busiest
-            self.load.dispatch(live.request_id, choice.group_id, choice.tokens, choice.blocks)
+            self._count(live, choice)
             target.enqueue(live)
 
     # ------------------------------------------------------------ looking in
@@ -254,3 +268,9 @@ class ServingGroups:
             scheduler.check_integrity()
         self._index.check_integrity([s.tree for s in self.schedulers.values()])
         self.load.check_integrity()
+
+
+def _make_of(ranks: list[Worker]) -> tuple[str, str, int]:
+    """Groups of one make are expected to be equally fast."""
+    info = ranks[0].info
+    return info.backend, info.dtype, len(ranks)
