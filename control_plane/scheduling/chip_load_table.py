@@ -6,7 +6,7 @@ from control_plane.scheduling.group_speed import GroupSpeed
 from control_plane.scheduling.kv_groups import KVGroups
 
 ANSWER_TOKENS = 32
-"""Output tokens that a request counts for, from its dispatch to its end, if it may have so many: how
+"""Output tokens that a request counts for from its dispatch to its end, if it may have so many; how
 many it will have nobody knows. A row that decodes computes as much as a prompt's token."""
 
 

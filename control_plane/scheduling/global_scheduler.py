@@ -37,11 +37,10 @@ def choose_group(
     Of equals the one with fewest requests, then the one that waited longest for a request.
     """
     able = [load for load in groups if can_hold(live, load)]
-    fastest_s = fastest_token_s(able)
     best: tuple[float, int, int, str] | None = None
     chosen: Choice | None = None
-    for load in able:
-        choice = weigh_group(live, load, resident.get(load.group_id), fastest_s)
+    for load, token_s in zip(able, even_speeds(able), strict=True):
+        choice = weigh_group(live, load, resident.get(load.group_id), token_s)
         rank = (choice.work_s, load.requests_count, load.last_dispatch, load.group_id)
         if best is None or rank < best:
             best, chosen = rank, choice
@@ -57,26 +56,24 @@ def can_hold(live: LiveRequest, load: GroupLoad) -> bool:
     return load.kv.cost(most) <= load.total_blocks
 
 
-def fastest_token_s(groups: Iterable[GroupLoad]) -> float:
-    """Seconds of a prompt's token on the fastest of the groups."""
-    return min((load.speed.token_s for load in groups), default=0.0)
+def even_speeds(groups: Iterable[GroupLoad]) -> list[float]:
+    """Seconds of a prompt's token in each of the groups that are compared."""
+    token_s = [load.speed.token_s for load in groups]
+    fastest_s = min(token_s, default=0.0)
+    return [fastest_s if each <= EVEN_SPEEDS * fastest_s else each for each in token_s]
 
 
 def weigh_group(
-    live: LiveRequest, load: GroupLoad, residency: Residency | None, fastest_s: float
+    live: LiveRequest, load: GroupLoad, residency: Residency | None, token_s: float
 ) -> Choice:
     """What a request would cost in a group, the group's load being without it.
 
-    residency: the end of the prefix it can use there. fastest_s: seconds of a token on the fastest
-    of the groups that are compared.
+    residency: the end of the prefix it can use there. token_s: as `even_speeds` says.
     """
     known_count = len(live.token_ids)
     depth = residency.depth if residency else 0
     tokens = known_count - depth * load.kv.block_tokens
     blocks = load.kv.cost(known_count + 1, depth)
-    token_s = load.speed.token_s
-    if token_s <= EVEN_SPEEDS * fastest_s:
-        token_s = fastest_s
     mine = tokens + answer_tokens(live.tokens_left)
     work_s = (load.queued_tokens + load.answer_tokens + mine) * token_s
     over_count = load.requests_count + 1 - load.slots_count

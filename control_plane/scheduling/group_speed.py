@@ -21,8 +21,9 @@ MAKE_WEIGHT = 2.0
 WARM_UP_WEIGHT = 0.1
 """What a warm-up counts: it may have been the only one that paid for a first time."""
 
-PASSED_BY_MEMORY = 0.9
-"""What a request that an idle group did not get leaves of what the group measured."""
+MISSED_TURN_MEMORY = 0.7
+"""What an idle group's turn that it did not get leaves of what it measured. Of as many requests as
+there are groups one would be its turn."""
 
 
 class FadingMean:
@@ -81,6 +82,6 @@ class GroupSpeed:
         self._own.add(token_s, weight)
         self._make.add(token_s, weight)
 
-    def pass_by(self) -> None:
-        """The group was idle, and a request went elsewhere."""
-        self._own.fade(PASSED_BY_MEMORY)
+    def pass_by(self, groups_count: int) -> None:
+        """The group was idle, and a request went to another one of so many groups."""
+        self._own.fade(MISSED_TURN_MEMORY ** (1 / groups_count))

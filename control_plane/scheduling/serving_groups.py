@@ -12,7 +12,7 @@ from control_plane.scheduling.global_scheduler import (
     Choice,
     can_hold,
     choose_group,
-    fastest_token_s,
+    even_speeds,
     weigh_group,
 )
 from control_plane.scheduling.group_members import ChipGroup
@@ -139,7 +139,7 @@ class ServingGroups:
         self._count(live, choice)
         for load in self.load.groups.values():
             if not load.requests_count:
-                load.speed.pass_by()
+                load.speed.pass_by(len(self.load.groups))
         self.schedulers[choice.group_id].enqueue(live)
         self.touch(choice.group_id)
         return True
@@ -230,9 +230,9 @@ class ServingGroups:
                 continue
             resident = self._resident(live)
             busiest.withdraw(live)
-            fastest_s = fastest_token_s((there, here))
-            stays = weigh_group(live, there, resident.get(there.group_id), fastest_s)
-            moves = weigh_group(live, here, resident.get(here.group_id), fastest_s)
+            there_s, here_s = even_speeds((there, here))
+            stays = weigh_group(live, there, resident.get(there.group_id), there_s)
+            moves = weigh_group(live, here, resident.get(here.group_id), here_s)
             if moves.work_s + MOVE_GAIN_S < stays.work_s:
                 choice, target = moves, scheduler
             else:

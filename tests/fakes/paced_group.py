@@ -42,6 +42,36 @@ class PacedStep:
     seconds: float
 
 
+class PacedTables:
+    """What a chip knows of its slots: enough to tell what a step computes."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+        """Tokens computed, by slot."""
+        self._known: dict[int, int] = {}
+        """Tokens known before the first was drawn, by slot."""
+
+    def apply(self, plan: StepPlan) -> tuple[StepWork, dict[int, int]]:
+        """The work of a step, and the tokens of each slot's chunk."""
+        for admission in plan.admissions:
+            self._lengths[admission.slot] = admission.cached_count
+            self._known[admission.slot] = len(admission.token_ids)
+        for slot, token_ids in plan.extensions:
+            self._known[slot] += len(token_ids)
+        chunks: dict[int, int] = {}
+        context = decode_rows = decode_context = 0
+        for row in plan.rows:
+            start = self._lengths[row.slot]
+            self._lengths[row.slot] = start + row.tokens_count
+            if start < self._known[row.slot]:
+                chunks[row.slot] = row.tokens_count
+                context += context_of_chunk(start, row.tokens_count)
+            else:
+                decode_rows += 1
+                decode_context += start + 1
+        return StepWork(sum(chunks.values()), context, decode_rows, decode_context), chunks
+
+
 class PacedGroup:
     """step_s: seconds of a step, asked once for each in their order. Nothing is cached.
 
@@ -62,10 +92,7 @@ class PacedGroup:
         self.core = SchedulingCore(config)
         self._step_s = step_s
         self._rates = (prefill_tokens_per_s, decode_step_s)
-        self._lengths: dict[int, int] = {}
-        """Tokens computed, by slot."""
-        self._known: dict[int, int] = {}
-        """Tokens known before the first was drawn, by slot."""
+        self._tables = PacedTables()
         self._limits: dict[str, int] = {}
         self._busy_until = 0.0
         self._serves = False
@@ -131,30 +158,11 @@ class PacedGroup:
 
     def _run(self, plan: StepPlan) -> None:
         """The chip begins the step once it is through with those before."""
-        step = self._step(plan)
+        work, chunks = self._tables.apply(plan)
+        step = PacedStep(work, chunks, self._step_s(work))
         end = max(self.clock.now, self._busy_until) + step.seconds
         self._busy_until = end
         results = tuple(RowResult((7,)) for row in plan.rows if row.sampled)
         done = StepDone("chip0", 1, plan.group_id, plan.epoch, plan.step_id, results, step.seconds)
         self.clock.at(end, lambda: self.steps.append(step))
         self._later(end + NETWORK_S, done)
-
-    def _step(self, plan: StepPlan) -> PacedStep:
-        for admission in plan.admissions:
-            self._lengths[admission.slot] = admission.cached_count
-            self._known[admission.slot] = len(admission.token_ids)
-        for slot, token_ids in plan.extensions:
-            self._known[slot] += len(token_ids)
-        chunks: dict[int, int] = {}
-        context = decode_rows = decode_context = 0
-        for row in plan.rows:
-            start = self._lengths[row.slot]
-            self._lengths[row.slot] = start + row.tokens_count
-            if start < self._known[row.slot]:
-                chunks[row.slot] = row.tokens_count
-                context += context_of_chunk(start, row.tokens_count)
-            else:
-                decode_rows += 1
-                decode_context += start + 1
-        work = StepWork(sum(chunks.values()), context, decode_rows, decode_context)
-        return PacedStep(work, chunks, self._step_s(work))
