@@ -47,7 +47,7 @@ class FadingMean:
 
 class MakeSpeed(FadingMean):
     """Seconds of a prompt's token on all groups of one make: same backend, dtype, number of ranks.
-    A group that is used much tells more of it, as it should: a group that rests drifts there."""
+    The more a group is used, the more it tells of it; one that rests drifts to what those measure."""
 
     def __init__(self) -> None:
         super().__init__(MAKE_MEMORY)

@@ -137,6 +137,7 @@ class ServingGroups:
         if choice is None:
             return False
         self._count(live, choice)
+        # Those that are busy measure themselves.
         for load in self.load.groups.values():
             if not load.requests_count:
                 load.speed.pass_by(len(self.load.groups))
