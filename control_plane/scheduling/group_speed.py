@@ -47,7 +47,8 @@ class FadingMean:
 
 class MakeSpeed(FadingMean):
     """Seconds of a prompt's token on all groups of one make: same backend, dtype, number of ranks.
-    The more a group is used, the more it tells of it; one that rests drifts to what those measure."""
+    The more a group is used, the more it tells of it; one that rests drifts to what others measure.
+    """
 
     def __init__(self) -> None:
         super().__init__(MAKE_MEMORY)
