@@ -21,7 +21,7 @@ MAKE_WEIGHT = 2.0
 WARM_UP_WEIGHT = 0.1
 """What a warm-up counts: it may have been the only one that paid for a first time."""
 
-MISSED_TURN_MEMORY = 0.7
+MISSED_TURN_MEMORY = 0.5
 """What an idle group's turn that it did not get leaves of what it measured. Of as many requests as
 there are groups one would be its turn."""
 
