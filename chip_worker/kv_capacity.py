@@ -23,6 +23,6 @@ def default_capacity(
         raise OutOfMemory(
             f"a KV block takes {block_bytes / MIB:.1f} MiB; kv_memory_fraction "
             f"{config.kv_memory_fraction} of {free_bytes / MIB:.0f} MiB free, over "
-            f"{chips_count} chips, is less: free memory or set --kv-blocks"
+            f"{chips_count} chips, is less: free memory, or set fewer --block-tokens or --kv-blocks"
         )
     return min(blocks_wanted, affordable)

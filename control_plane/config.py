@@ -14,6 +14,14 @@ KV_POLICIES = ("cover", "replicate", "shard")
 POLICIES = ("lpm", "fcfs", "shortest-prefill-first", "priority")
 
 GRPC_MESSAGE_BYTES_MAX = (1 << 31) - 1
+UINT32_MAX = (1 << 32) - 1
+"""The messages to workers, frontends and admins count in such fields."""
+RUNNING_MAX = 1 << 16
+"""The control plane and each worker keep a row of a table for every request that may run."""
+BLOCKS_MAX = 1 << 24
+"""The ledger keeps a few bytes for every block of KV memory."""
+SECONDS_MAX = 1_000_000_000
+"""Thirty years; the clocks that wait for it take no more than some hundred."""
 
 
 class Range(NamedTuple):
@@ -23,29 +31,30 @@ class Range(NamedTuple):
     most: float = math.inf
 
 
-COUNT = Range(1)
-COUNT_OR_NONE = Range(0)
-SECONDS = Range(0)
+COUNT = Range(1, UINT32_MAX)
+COUNT_OR_NONE = Range(0, UINT32_MAX)
+BYTES = Range(1)
+SECONDS = Range(0, SECONDS_MAX)
 PORT = Range(0, PORT_MAX)
 MESSAGE_BYTES = Range(1, GRPC_MESSAGE_BYTES_MAX)
 
 SCHEDULING_RANGES = {
     "block_tokens": COUNT,
     "chunk_tokens": COUNT,
-    "running_max": COUNT,
-    "context_tokens": Range(2),
+    "running_max": Range(1, RUNNING_MAX),
+    "context_tokens": Range(2, UINT32_MAX),
     "queue_requests_max": COUNT,
     "queue_tokens_max": COUNT,
     "admission_tokens_max": COUNT,
     "oldest_prefill_share": Range(0, 1),
-    "decode_latency_target_ms": Range(0),
+    "decode_latency_target_ms": Range(0, 1000 * SECONDS_MAX),
     "prefill_time_share_min": Range(0, 0.9),
     "ageing_s": SECONDS,
     "retractions_before_reservation": COUNT_OR_NONE,
     "pipeline_depth": COUNT,
     "plan_lead_s": SECONDS,
     "digest_interval_steps": COUNT,
-    "heartbeat_interval_s": Range(0.01),
+    "heartbeat_interval_s": Range(0.01, SECONDS_MAX),
     "lease_s": SECONDS,
     "heartbeat_timeout_s": SECONDS,
     "start_deadline_s": SECONDS,
@@ -68,10 +77,10 @@ SERVICE_RANGES = {
     "tokenizer_threads": COUNT,
     "client_message_bytes_max": MESSAGE_BYTES,
     "worker_message_bytes_max": MESSAGE_BYTES,
-    "http_body_bytes_max": COUNT,
-    "intake_bytes_max": COUNT,
+    "http_body_bytes_max": BYTES,
+    "intake_bytes_max": BYTES,
     "json_values_max": COUNT,
-    "body_deadline_s": Range(0.1),
+    "body_deadline_s": Range(0.1, SECONDS_MAX),
     "choices_max": COUNT,
     "prompt_scores_max": COUNT_OR_NONE,
     "top_logprobs_max": COUNT_OR_NONE,
@@ -214,6 +223,15 @@ class ControlPlaneConfig:
         if self.kv_policy not in KV_POLICIES:
             raise ConfigurationError(
                 f"kv_policy {self.kv_policy!r}: choose one of {', '.join(KV_POLICIES)}"
+            )
+
+    def check_model_context(self, model_tokens: int) -> None:
+        """Raises ConfigurationError for what does not fit a model of so many tokens of context."""
+        block_tokens = self.scheduling.block_tokens
+        if block_tokens > model_tokens:
+            raise ConfigurationError(
+                f"block_tokens is {block_tokens}, but the model has a context of {model_tokens} "
+                "tokens; give at most so many with --block-tokens"
             )
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from control_plane.config import BLOCKS_MAX
 from control_plane.errors import ProtocolError
 from control_plane.request import Sampling
 from control_plane.scheduling.kv_groups import KVGroups
@@ -37,8 +38,6 @@ REASON_CHARACTERS_MAX = 1000
 """A reason is kept and shown for as long as the worker's name is known."""
 KV_GROUPS_MAX = 256
 """Each costs a block table for every request."""
-BLOCKS_MAX = 1 << 24
-"""The ledger keeps a few bytes for every block."""
 
 _LOSS_KINDS = {
     worker_pb2.FAULT_KIND_DEVICE: LossKind.DEVICE,

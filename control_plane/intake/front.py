@@ -155,8 +155,13 @@ def vocabulary_tokens(config: ControlPlaneConfig, model: ModelFiles) -> int:
 
 
 def load_intake_model(config: ControlPlaneConfig) -> ModelFiles:
-    """Reads the metadata of the configured model (0.2 s for 50 k tokens); ConfigurationError."""
-    return ModelFiles.load(Path(config.model_path))
+    """Reads the metadata of the configured model (0.2 s for 50 k tokens).
+
+    Raises ConfigurationError if its files cannot be used, or the configuration does not fit it.
+    """
+    model = ModelFiles.load(Path(config.model_path))
+    config.check_model_context(model.context_tokens)
+    return model
 
 
 def local_now() -> datetime:

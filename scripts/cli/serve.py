@@ -44,7 +44,9 @@ def serve(announce: Path | None, **values: object) -> None:
     running requests finish; a second one ends at once.
     """
     started = time.monotonic()
-    settings, tried = settle_backends(settings_of(values))
+    settings = settings_of(values)
+    model = read_model(settings)
+    settings, tried = settle_backends(settings)
     warnings: list[str] = []
     chips = look_at_chips(settings, warnings.append)
     from_file = names_from_file(click.get_current_context())
@@ -65,7 +67,6 @@ def serve(announce: Path | None, **values: object) -> None:
 
     def on_ready(addresses: Addresses) -> None:
         report(f"ready: /health answers 200 after {time.monotonic() - started:.1f} s")
-        model = ModelFiles.load(Path(settings.control_plane.model_path))
         chats = model.chat_template is not None
         for line in invitation(settings.host, addresses, settings.api_key_file, chats=chats):
             click.echo(line)
@@ -103,6 +104,20 @@ def settings_of(values: dict[str, object]) -> ServeSettings:
             "give one for all, or one per chip"
         )
     return settings
+
+
+def read_model(settings: ServeSettings) -> ModelFiles:
+    """What clients see of the model.
+
+    Raises UsageError if there is none to be read, or the settings do not fit it.
+    """
+    config = settings.control_plane
+    try:
+        model = ModelFiles.load(Path(config.model_path))
+        config.check_model_context(model.context_tokens)
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
+    return model
 
 
 def _chip_values(

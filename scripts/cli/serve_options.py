@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, CAPTURED_TOKENS_MAX, WEIGHTS
 from control_plane import settings
+from control_plane.config import BLOCKS_MAX, SECONDS_MAX, UINT32_MAX
 from scripts.cli.chip_options import chip_groups
 from scripts.cli.settings_file import take_settings
 from scripts.topology import PACKAGED_MODELS
@@ -26,15 +27,17 @@ CALIBRATED_SETTINGS = (
 )
 """Those of the control plane's that matter where single steps are measured."""
 
-COUNT = click.IntRange(min=1)
+COUNT = click.IntRange(1, UINT32_MAX)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Positive whole numbers with commas between them."""
+def block_counts(text: str) -> tuple[int, ...]:
+    """Positive whole numbers, as many blocks as a pool may have, with commas between them."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{text!r} is not a list of positive whole numbers such as 2,1")
+    if not all(part.isdecimal() and 0 < int(part) <= BLOCKS_MAX for part in parts):
+        raise click.BadParameter(
+            f"{text!r} is not a list of whole numbers from 1 to {BLOCKS_MAX} such as 64,48"
+        )
     return tuple(int(part) for part in parts)
 
 
@@ -127,13 +130,13 @@ CHIP_OPTIONS = (
     click.option(
         "--acquire-deadline",
         "acquire_deadline_s",
-        type=click.FloatRange(min=0, min_open=True),
+        type=click.FloatRange(0, SECONDS_MAX, min_open=True),
         default=ACQUIRE_DEADLINE_S,
         help="Seconds that opening a chip may take.",
     ),
     click.option(
         "--kv-blocks",
-        type=numbers,
+        type=block_counts,
         metavar="N,N,...",
         show_default="what is needed, at most a quarter of the free memory",
         help="Blocks of KV memory: one number for all chips, or one per chip, such as 64,48.",

@@ -99,7 +99,10 @@ def test_ctrl_c_is_status_130_however_early_it_comes(
         (["--groups", "0"], "'0'"),
         (["--backend", "unheard-of"], "unheard-of"),
         (["--model", "/no/such/model"], "/no/such/model"),
+        (["--model", "tests"], "tests/config.json: No such file"),
         (["--max-running", "0"], "--max-running"),
+        (["--block-tokens", "8193"], "block_tokens is 8193, but the model has a context of 8192"),
+        (["--kv-blocks", "64,16777217"], "from 1 to 16777216"),
         (["--digest-interval", "0"], "--digest-interval"),
         (["--ageing", "-1"], "--ageing"),
         (["--oldest-prefill-share", "2"], "--oldest-prefill-share"),
@@ -111,6 +114,7 @@ def test_what_does_not_fit_is_refused_as_usage(options: list[str], named: str) -
     result = CliRunner().invoke(main, ["serve", *options])
     assert result.exit_code == 2
     assert named in result.output
+    assert result.stdout == "", "it comes before the settings"
 
 
 def test_every_setting_is_shown_at_start() -> None:

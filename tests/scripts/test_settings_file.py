@@ -12,11 +12,19 @@ from scripts.cli.serve import serve, settings_of
 from scripts.cli.settings_file import names_from_file, warnings_of
 from tests.fakes.calibrations import CALIBRATION
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
+from tests.fakes.word_tokenizer import save_word_tokenizer
+
+
+def write_model(folder):
+    """One that `serve` reads, with a tokenizer."""
+    path = write_hugging_face(folder, TinyLlama())
+    save_word_tokenizer(folder / "tokenizer.json")
+    return path
 
 
 @pytest.fixture
 def model(tmp_path):
-    return write_hugging_face(tmp_path, TinyLlama())
+    return write_model(tmp_path)
 
 
 @pytest.fixture
@@ -121,6 +129,16 @@ def test_a_file_with_another_key_or_value_is_refused_by_name(served, file, chang
     assert starts == []
 
 
+def test_a_value_beyond_its_range_is_refused_by_the_name_of_its_option(served, file):
+    content = json.loads(file.read_text())
+    content["settings"]["chunk_tokens"] = 5_000_000_000
+    file.write_text(json.dumps(content))
+    result, starts = served("--settings", file)
+    assert result.exit_code == 2
+    assert "'--chunk-tokens': 5000000000 is not in the range" in result.stderr
+    assert starts == []
+
+
 def test_a_file_that_is_not_there_is_refused(served, tmp_path):
     result, _ = served("--settings", tmp_path / "none.json")
     assert result.exit_code == 2
@@ -151,7 +169,7 @@ def test_a_calibration_of_something_else_is_a_warning(file, model, options, said
 
 
 def test_another_model_is_a_warning_and_serves_all_the_same(served, file, tmp_path):
-    other = write_hugging_face(tmp_path / "other", TinyLlama())
+    other = write_model(tmp_path / "other")
     result, starts = served("--model", other, "--settings", file)
     assert result.exit_code == 0, result.output
     assert len(starts) == 1
