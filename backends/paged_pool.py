@@ -65,7 +65,8 @@ class PagedMemoryPool(MemoryPool):
         except OutOfMemory as error:
             raise OutOfMemory(
                 f"no room for {capacity} KV blocks of {layout.block_bytes} bytes "
-                f"({capacity * layout.block_bytes} bytes); use fewer blocks: {error}"
+                f"({capacity * layout.block_bytes} bytes); use fewer --kv-blocks or "
+                f"--block-tokens: {error}"
             ) from error
         super().__init__(spec, layout, capacity)
         self._keys, self._values = _layer_views(self._arena.bytes, spec)

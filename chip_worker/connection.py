@@ -28,7 +28,7 @@ from chip_worker.errors import Unreachable
 from chip_worker.exit_code import ExitCode
 from chip_worker.inbox import Inbox
 from chip_worker.plane_address import dialled_address
-from chip_worker.plane_stream import PlaneStream, Refused, StreamEnded, Superseded
+from chip_worker.plane_stream import GivenUp, PlaneStream, Refused, StreamEnded
 from chip_worker.status_file import CONNECTING, FAILED, FORMING, IDLE, LEAVING, SERVING, StatusFile
 from chip_worker.wire import Identity
 
@@ -140,8 +140,8 @@ class Connection:
             except Refused as error:
                 # Of a process that was about to exit anyway the first reason counts.
                 if self.exit_code is ExitCode.LEFT:
-                    superseded = isinstance(error, Superseded)
-                    self.exit_code = ExitCode.SUPERSEDED if superseded else ExitCode.REFUSED
+                    given_up = isinstance(error, GivenUp)
+                    self.exit_code = ExitCode.GIVEN_UP if given_up else ExitCode.REFUSED
                 _log.error(REFUSED, error=str(error))
                 self.inbox.put_shutdown(str(error))
         self._write_status()

@@ -14,8 +14,9 @@ class ExitCode(IntEnum):
     """The chip failed for good in this process; a restart may help."""
     HUNG = 4
     """The compute thread did not come back from an ended epoch; a restart may help."""
-    SUPERSEDED = 5
-    """Another process of the same name took over, or the control plane gave this one up."""
+    GIVEN_UP = 5
+    """The control plane gave it up: it was silent, its chip failed while its group formed, or
+    another process took over its name; the log says which. A restart may help."""
     REFUSED = 6
     """The control plane does not admit it (join token, version); a restart does not help."""
     BACKEND_FAILED = 7

@@ -44,8 +44,8 @@ class Refused(WorkerError):
     """The control plane does not want this process; trying again does not help."""
 
 
-class Superseded(Refused):
-    """Another process bears the name now, or the control plane gave this one up."""
+class GivenUp(Refused):
+    """The control plane gave this process up, maybe for another one of its name."""
 
 
 class PlaneStream:
@@ -225,7 +225,7 @@ async def _end_of(call: AttachCall) -> WorkerError:
     code, details = await call.code(), await call.details()
     message = f"{code.name}: {details}" if code is not grpc.StatusCode.OK else "the stream ended"
     if code is grpc.StatusCode.ABORTED:
-        return Superseded(message)
+        return GivenUp(message)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return Refused(f"{message}; does --control-plane name the worker port?")
     if code in _REFUSALS:

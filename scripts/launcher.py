@@ -13,7 +13,9 @@ SIGTERM, SIGINT             -> the control plane drains and ends; a second one: 
 
 A worker was usable if the control plane knew its process when that ended, and as anything but
 unavailable. START_FAILURES_MAX starts in a row without that, whether the service is ready or not,
-are the last ones; a start that became usable sets the count back. Its group may go on without it.
+are the last ones, and so are as many as the control plane takes faults: a further process would
+only find its chip cordoned. A start that became usable sets the count back. Its group may go on
+without it.
 """
 
 import signal
@@ -70,11 +72,13 @@ class Addresses:
 class WorkerStarts:
     """The starts of one worker. pause: before it is started again.
 
-    unusable_count: starts in a row without becoming usable. over: the worker is not started again:
-    it left as asked, or ended in a way that starting it again would repeat.
+    failures_max: so many starts in a row without becoming usable, which unusable_count counts, are
+    the last ones. over: the worker is not started again: it left as asked, or ended in a way that
+    starting it again would repeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failures_max: int) -> None:
+        self._failures_max = failures_max
         self.pause = RestartPause()
         self.unusable_count = 0
         self.over = False
@@ -82,7 +86,7 @@ class WorkerStarts:
     def count(self, usable: bool) -> bool:
         """Counts a start by whether the worker became usable; True if it was the last one."""
         self.unusable_count = 0 if usable else self.unusable_count + 1
-        self.over = self.unusable_count >= START_FAILURES_MAX
+        self.over = self.unusable_count >= self._failures_max
         return self.over
 
 
@@ -107,7 +111,12 @@ class Launcher:
         self._workers: dict[str, Process] = {}
         self._condemned: dict[str, int] = {}
         """The latest condemned incarnation of each worker."""
-        self._starts = {worker_id(i): WorkerStarts() for i in range(settings.chips_count)}
+        failures_max = min(START_FAILURES_MAX, settings.control_plane.scheduling.own_faults_max)
+        self._starts = {
+            worker_id(i): WorkerStarts(failures_max) for i in range(settings.chips_count)
+        }
+        self._reasons: dict[str, str] = {}
+        """Why the chip of a worker could last not be used."""
         self._ready = False
         self._signals_count = 0
         self._gave_up = False
@@ -197,6 +206,10 @@ class Launcher:
         if not (self._signals_count or self._gave_up):
             self._gave_up = True
             self._report("no group can form again, stopping")
+            over = {name for name, starts in self._starts.items() if starts.over}
+            reasons = {name: why for name, why in self._reasons.items() if name in over}
+            for line in unavailable_lines(reasons):
+                self._report(line)
             send_signal(control_plane, signal.SIGTERM)
 
     async def _watch_verdicts(self, admin: AdminWatcher) -> None:
@@ -231,7 +244,6 @@ class Launcher:
     async def _report_progress(self, admin: AdminWatcher) -> None:
         """A line whenever the state of a worker or a group changes, as long as we serve."""
         last: list[str] = []
-        told: dict[str, str] = {}
         while True:
             status = await admin.status()
             lines = progress_lines(status) if status is not None else last
@@ -239,10 +251,10 @@ class Launcher:
             for line in [line for line in lines if line not in last]:
                 self._report(line)
             # A worker that is tried again and again has the same reason each time.
-            news = {name: why for name, why in reasons.items() if told.get(name) != why}
+            news = {name: why for name, why in reasons.items() if self._reasons.get(name) != why}
             for line in unavailable_lines(news):
                 self._report(line)
-            told |= reasons
+            self._reasons |= reasons
             last = lines
             await anyio.sleep(PROGRESS_POLL_READY_S if self._ready else PROGRESS_POLL_S)
 

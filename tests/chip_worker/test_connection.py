@@ -300,13 +300,13 @@ def test_a_worker_without_answered_heartbeats_gives_its_epoch_up(plane, worker, 
 def test_a_worker_the_control_plane_gave_up_leaves(plane, worker):
     plane.next_stream().end(grpc.StatusCode.ABORTED, "no heartbeat for 4 s")
     worker.compute.join(5)
-    assert worker.connection.exit_code is ExitCode.SUPERSEDED
+    assert worker.connection.exit_code is ExitCode.GIVEN_UP
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
     [
-        (grpc.StatusCode.ABORTED, ExitCode.SUPERSEDED),
+        (grpc.StatusCode.ABORTED, ExitCode.GIVEN_UP),
         (grpc.StatusCode.UNAUTHENTICATED, ExitCode.REFUSED),
         (grpc.StatusCode.FAILED_PRECONDITION, ExitCode.REFUSED),
     ],

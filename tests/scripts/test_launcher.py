@@ -247,7 +247,21 @@ def test_a_second_signal_ends_at_once(start: Callable[..., Running], tmp_path: P
     assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
 
 
-@pytest.mark.parametrize(("status", "starts"), [(ExitCode.FAILED, 4), (ExitCode.MODEL_FAILED, 1)])
+@pytest.mark.parametrize(("faults_max", "starts"), [(1, 1), (9, 4)])
+def test_a_chip_is_not_started_to_be_cordoned_and_the_end_tells_why(
+    start: Callable[..., Running], tmp_path: Path, faults_max: int, starts: int
+) -> None:
+    (tmp_path / "unhealthy").touch()
+    (tmp_path / "broken").write_text("burnt")
+    for name in ("chip0", "chip1"):
+        (tmp_path / f"{name}.end").write_text(str(int(ExitCode.GIVEN_UP)))
+    running = start("--own-faults", str(faults_max), hurried=True)
+    assert running.process.wait(DEADLINE_S) == 1
+    assert len(running.pids("chip1")) == starts
+    assert "chip1 is unavailable: burnt" in running.text().partition("stopping")[2]
+
+
+@pytest.mark.parametrize(("status", "starts"), [(ExitCode.FAILED, 3), (ExitCode.MODEL_FAILED, 1)])
 def test_workers_that_never_start_end_the_service(
     start: Callable[..., Running], tmp_path: Path, status: ExitCode, starts: int
 ) -> None:
@@ -280,13 +294,13 @@ def test_a_chip_that_never_opens_is_left_alone_and_its_group_may_do_without(
     (tmp_path / "chip0.end").write_text(str(int(ExitCode.BACKEND_FAILED)))
     running = start("--groups", "2", hurried=True)
     said = (
-        "chip0 ended with status 7 (BACKEND_FAILED) and was not usable in 4 starts; "
+        "chip0 ended with status 7 (BACKEND_FAILED) and was not usable in 3 starts; "
         "it is not started again"
     )
     running.wait_for(lambda: said in running.text())
     time.sleep(0.5)
     assert running.process.poll() is None
-    assert (len(running.pids("chip0")), len(running.pids("chip1"))) == (4, 1)
+    assert (len(running.pids("chip0")), len(running.pids("chip1"))) == (3, 1)
     (tmp_path / "chip1.end").write_text(str(int(ExitCode.MODEL_FAILED)))
     assert running.process.wait(DEADLINE_S) == 1
     assert "no group can form again" in running.text()
@@ -305,7 +319,7 @@ def test_only_a_chip_that_becomes_usable_is_started_for_ever(
     if used:
         running.wait_for(lambda: len(running.pids("chip0")) == 5)
     else:
-        running.wait_for(lambda: "not usable in 4 starts" in running.text())
+        running.wait_for(lambda: "not usable in 3 starts" in running.text())
     assert ("not started again" in running.text()) is not used
 
 
@@ -324,7 +338,7 @@ def test_a_process_was_usable_if_it_ended_as_anything_but_unavailable(
 
 
 def test_a_usable_start_sets_the_count_back() -> None:
-    starts = WorkerStarts()
+    starts = WorkerStarts(4)
     usable = [False, False, False, True, False, False, False, False]
     assert [starts.count(each) for each in usable] == [*[False] * 7, True]
     assert starts.over
