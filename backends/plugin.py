@@ -192,7 +192,8 @@ class Backend(ABC):
     def warnings(self, config: BackendConfig) -> Sequence[str]:  # noqa: ARG002
         """Told to people before they serve so: what is worse than they may think, and a remedy.
 
-        After `on_init`, for all chips of a service together.
+        After `on_init`, for all chips of a service together. Raises BackendUnavailable, with the
+        limit, where it is so bad that nobody can mean it.
         """
         return ()
 

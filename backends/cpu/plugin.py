@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing_extensions import override
 
 from backends.cpu.host import CpuChip, has_bfloat16, host_memory
-from backends.cpu.options import DEVICE_IDS, KERNELS, check_options, chosen
+from backends.cpu.options import (
+    CHIPS_PER_CORE,
+    DEVICE_IDS,
+    KERNELS,
+    check_options,
+    chips_per_core_max,
+    chosen,
+)
 from backends.errors import BackendUnavailable
 from backends.plugin import Backend, BackendConfig, Capabilities, ChipDescription
 from kernels.library import LibraryUnusable, open_library
@@ -84,11 +91,15 @@ class CpuBackend(Backend):
         count = len(self._cores)
         if config.chips_on_host <= count:
             return ()
-        return (
-            f"{config.chips_on_host} chips have {'1 core' if count == 1 else f'{count} cores'}: "
-            f"some share one and wait for each other; ask for {count} at most with --chips or "
-            "--groups",
-        )
+        told = f"{config.chips_on_host} chips have {'1 core' if count == 1 else f'{count} cores'}"
+        remedy = f"ask for {count} at most with --chips or --groups"
+        most = chips_per_core_max(config.options) * count
+        if config.chips_on_host > most:
+            raise BackendUnavailable(
+                f"{told}, which is above the limit of {most}; {remedy}, or allow more with "
+                f"--backend-option {CHIPS_PER_CORE}={-(-config.chips_on_host // count)}"
+            )
+        return (f"{told}: some share one and wait for each other; {remedy}",)
 
     def _cores_of_chip(self, index: int, config: BackendConfig) -> tuple[int, ...]:
         """floor(cores / chips) cores, at least one; shared where chips exceed cores."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import click
 
+CHIPS_MAX = 4096
+"""Of one service; each is a process of its own."""
+
 
 @dataclass(frozen=True)
 class ChipGroup:
@@ -24,10 +27,10 @@ class ChipGroup:
     def parse(cls, text: str) -> "ChipGroup":
         """SIZE, NAME:SIZE or NAME:VARIANT:SIZE."""
         backend, _, size = text.strip().rpartition(":")
-        if not (size.isdecimal() and int(size) > 0):
+        if not (size.isdecimal() and 0 < int(size) <= CHIPS_MAX):
             raise click.BadParameter(
-                f"{text.strip()!r} is not a group: write its chips, such as 2, or its backend and "
-                "its chips, such as cpu:2 or sim:ideal:2"
+                f"{text.strip()!r} is not a group: write its chips, from 1 to {CHIPS_MAX}, such as "
+                "2, or its backend and its chips, such as cpu:2 or sim:ideal:2"
             )
         return cls(int(size), backend or None)
 

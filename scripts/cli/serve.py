@@ -25,7 +25,7 @@ from scripts.cli.chip_options import (
     options_by_backend,
 )
 from scripts.cli.serve_options import serve_options
-from scripts.cli.serving_chips import chip_table, look_at_chips, settle_backends
+from scripts.cli.serving_chips import check_groups, chip_table, look_at_chips, settle_backends
 from scripts.cli.settings_file import names_from_file, warnings_of
 from scripts.launcher import Addresses, Launcher
 from scripts.settings import ServeSettings, dialled
@@ -49,6 +49,7 @@ def serve(announce: Path | None, **values: object) -> None:
     settings, tried = settle_backends(settings)
     warnings: list[str] = []
     chips = look_at_chips(settings, warnings.append)
+    check_groups(settings)
     from_file = names_from_file(click.get_current_context())
     click.echo(f"Polychip {version('polychip')}")
     for line in (

@@ -11,7 +11,7 @@ from typing_extensions import override
 from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, CAPTURED_TOKENS_MAX, WEIGHTS
 from control_plane import settings
 from control_plane.config import BLOCKS_MAX, SECONDS_MAX, UINT32_MAX
-from scripts.cli.chip_options import chip_groups
+from scripts.cli.chip_options import CHIPS_MAX, chip_groups
 from scripts.cli.settings_file import take_settings
 from scripts.topology import PACKAGED_MODELS
 
@@ -108,7 +108,7 @@ CHIP_OPTIONS = (
     ),
     click.option(
         "--chips",
-        type=COUNT,
+        type=click.IntRange(1, CHIPS_MAX),
         show_default="as many as --devices names, else one per NUMA node",
         help="Number of chips, each a group of its own.",
     ),

@@ -1,9 +1,12 @@
 """The chips a service is about to use: backends chosen and checked before anything is started.
 
 settings --settle_backends--> no `auto` left --look_at_chips--> descriptions --> chip_table
+         --check_groups--> the groups can share the model
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +15,13 @@ import click
 
 from backends.errors import BackendError
 from backends.plugin import AUTO, BackendConfig, ChipDescription, choose_backend, find_backend
+from chip_worker.exit_code import ExitCode
 from scripts.settings import ServeSettings, worker_id
 from scripts.text_table import text_table
 
 Chips = Mapping[str, Sequence[ChipDescription]]
+GROUP_CHECK_DEADLINE_S = 60.0
+"""It imports torch, which may take long on a busy machine; the workers find out anyway."""
 
 
 def backend_config(settings: ServeSettings, backend: str) -> BackendConfig:
@@ -81,14 +87,42 @@ def look_at_chips(
                 backend = find_backend(name)
                 backend.on_init(config)
                 chips = backend.select_chips(config)
+                warnings = backend.warnings(config)
             except (BackendError, ImportError) as error:
                 raise click.UsageError(f"--backend {name}: {error}") from error
         if not chips:
             raise click.UsageError(f"--backend {name}: it finds no chip on this machine")
-        for warning in backend.warnings(config):
+        for warning in warnings:
             warn(f"--backend {name}: {warning}")
         found[name] = chips
     return found
+
+
+def check_groups(settings: ServeSettings) -> None:
+    """Raises UsageError if a group of several chips cannot share the model; takes a second or two.
+
+    Every model can be on one chip.
+    """
+    sizes = sorted({size for size in settings.group_sizes if size > 1})
+    if not sizes:
+        return
+    config = settings.control_plane
+    arguments = [config.model_path, config.kv_policy, *map(str, sizes)]
+    command = [sys.executable, "-m", "scripts.group_check", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=GROUP_CHECK_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return
+    if done.returncode == ExitCode.MODEL_FAILED:
+        raise click.UsageError(f"--groups: {done.stdout.strip()}")
 
 
 def chip_table(settings: ServeSettings, chips: Chips) -> list[str]:

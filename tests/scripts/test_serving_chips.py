@@ -251,7 +251,7 @@ def test_chips_that_share_cores_are_a_warning_with_a_remedy(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(Launcher, "run", run)
     told = [
-        CliRunner().invoke(main, ["serve", "--model", __file__, *options]).stderr
+        CliRunner().invoke(main, ["serve", *options]).stderr
         for options in (["--chips", "2"], ["--groups", "2,1"])
     ]
     assert told == [
@@ -267,3 +267,35 @@ def test_more_chips_than_there_are_stand_in_the_table() -> None:
     rows = table("--groups", "abacus:3")
     assert [row[4] for row in rows[1:]] == ["bead-0", "bead-1", "-"]
     assert "not there: 2 chips were found" in " ".join(rows[3])
+
+
+def test_more_chips_than_cores_can_bear_are_refused_unless_an_option_allows_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert refusal("--chips", "17") == (
+        "--backend cpu: 17 chips have 2 cores, which is above the limit of 16; ask for 2 at most "
+        "with --chips or --groups, or allow more with --backend-option chips-per-core=9"
+    )
+    told: list[str] = []
+    allowed = settings("--chips", "17", "--backend-option", "chips-per-core=9")
+    assert len(look_at_chips(allowed, told.append)["cpu"]) == 17
+    assert len(told) == 1
+    assert "give a number from 1 on" in refusal("--backend-option", "chips-per-core=0")
+    assert "range 1<=x<=4096" in refusal("--chips", "5000000000")
+    assert "from 1 to 4096" in refusal("--groups", "5000000000")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--groups", "1,12"), "12 chips cannot share 9 query heads (kv policy 'cover'); use 1 to"),
+        (("--groups", "4", "--kv-policy", "shard"), "a group of 4 chips cannot share 3 key/value"),
+    ],
+)
+def test_a_group_that_cannot_share_the_model_is_refused_before_anything_starts(
+    options: tuple[str, ...], said: str
+) -> None:
+    told = refusal(*options)
+    assert told.startswith("--groups: a group of")
+    assert said in told
