@@ -188,7 +188,8 @@ class Launcher:
                 await self._give_up(plane.process)
                 return
             if starts.over:
-                self._report(f"{said}; it is not started again")
+                # Nobody expects it to be when all stops.
+                self._report(said if self._signals_count else f"{said}; it is not started again")
                 return
             self._report(f"{said}; starting it again in {pause_s:g} s")
             await anyio.sleep(pause_s)

@@ -102,10 +102,13 @@ class ChipGroups:
             return
         if event.kind in OWN_FAULT_KINDS:
             self.workers.count_fault(worker.worker_id, now)
+        # Who says goodbye was told to leave, as all are when the service stops.
         level = LogLevel.INFO if event.kind is LossKind.GOODBYE else LogLevel.WARNING
         self._log(WORKER_LOST, worker, level, kind=event.kind.value, reason=event.message)
-        self._set_gone(worker, f"its process ended while its group formed: {event.message}")
-        self._rank_failed(worker, f"worker {worker.worker_id} was lost: {event.message}", now)
+        reason = f"its process ended while its group formed: {event.message}"
+        self._set_gone(worker, reason, level)
+        reason = f"worker {worker.worker_id} was lost: {event.message}"
+        self._rank_failed(worker, reason, now, level)
         self._forget_unused(worker)
 
     def faulted(self, event: WorkerFaulted, now: float) -> None:
@@ -245,11 +248,13 @@ class ChipGroups:
 
     # ------------------------------------------------------------ who is meant
 
-    def _rank_failed(self, worker: Worker, reason: str, now: float) -> None:
+    def _rank_failed(
+        self, worker: Worker, reason: str, now: float, level: LogLevel = LogLevel.WARNING
+    ) -> None:
         """A worker cannot go on, which matters if it is a rank."""
         group = self._group_of.get(worker.worker_id)
         if group is not None and worker.worker_id in group.ranks:
-            self._epochs.rank_failed(group, worker.worker_id, reason, now)
+            self._epochs.rank_failed(group, worker.worker_id, reason, now, level)
 
     def _known(self, worker_id: str, incarnation: int) -> Worker | None:
         worker = self.workers.find(worker_id, incarnation)
@@ -276,17 +281,19 @@ class ChipGroups:
         self._drop(worker, reason)
         self._forget_unused(worker)
 
-    def _set_gone(self, worker: Worker, reason: str) -> None:
+    def _set_gone(self, worker: Worker, reason: str, level: LogLevel = LogLevel.WARNING) -> None:
         """Its process is over: lost, or unavailable if it never got as far as serving."""
         if worker.is_forming and not worker.has_served:
-            self._set_unavailable(worker, reason)
+            self._set_unavailable(worker, reason, level)
         else:
             worker.state = WorkerState.LOST
 
-    def _set_unavailable(self, worker: Worker, reason: str) -> None:
+    def _set_unavailable(
+        self, worker: Worker, reason: str, level: LogLevel = LogLevel.WARNING
+    ) -> None:
         worker.state = WorkerState.UNAVAILABLE
         worker.reason = reason
-        self._log(WORKER_UNAVAILABLE, worker, LogLevel.WARNING, reason=reason)
+        self._log(WORKER_UNAVAILABLE, worker, level, reason=reason)
 
     def _forget_unused(self, worker: Worker) -> None:
         """A name of no group need not be remembered once its process is gone."""

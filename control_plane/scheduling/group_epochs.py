@@ -114,17 +114,21 @@ class GroupEpochs:
         self._emit(Log(GROUP_SERVING, {"group": group.group_id, "epoch": group.epoch}))
         self._listener.group_serves(group, ranks, now)
 
-    def rank_failed(self, group: ChipGroup, worker_id: str, reason: str, now: float) -> None:
-        """A rank cannot go on: the epoch ends, at once unless it forms."""
+    def rank_failed(
+        self, group: ChipGroup, worker_id: str, reason: str, now: float, level: LogLevel
+    ) -> None:
+        """A rank cannot go on: the epoch ends, at once unless it forms. level: of the record."""
         group.out.add(worker_id)
         ranks = self.ranks(group)
         if group.state is not GroupState.FORMING or all(r.worker_id in group.out for r in ranks):
-            self.end(group, reason, now)
+            self.end(group, reason, now, level)
         elif not self._timers.has(("gather", group.group_id)):
             group.ended_by = reason
             self._timers.set(("gather", group.group_id), now + GATHER_S)
 
-    def end(self, group: ChipGroup, reason: str, now: float) -> None:
+    def end(
+        self, group: ChipGroup, reason: str, now: float, level: LogLevel = LogLevel.WARNING
+    ) -> None:
         """Ends a group's epoch, tells the workers still attached, and forms it again if it can."""
         was_serving = group.state is GroupState.SERVING
         if group.state is GroupState.WAITING:
@@ -133,7 +137,7 @@ class GroupEpochs:
         self._timers.clear(("form", group.group_id))
         self._timers.clear(("gather", group.group_id))
         fields = {"group": group.group_id, "epoch": group.epoch, "reason": reason}
-        self._emit(Log(GROUP_EPOCH_ENDED, fields, LogLevel.WARNING))
+        self._emit(Log(GROUP_EPOCH_ENDED, fields, level))
         for rank in self.ranks(group):
             if rank.is_forming or rank.is_serving:
                 if rank.is_forming:

@@ -184,6 +184,19 @@ def test_workers_that_a_stopping_control_plane_sends_away_are_no_failure(
     assert running.process.wait(DEADLINE_S) == 0
 
 
+def test_what_leaves_when_all_stops_is_not_said_to_stay_away(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "stubborn").touch()
+    running = start(drain_deadline_s=600.0)
+    running.wait_until_ready()
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for(lambda: "SIGINT" in running.text())
+    (tmp_path / "chip0.end").write_text("0")
+    running.wait_for(lambda: "chip0 ended with status 0 (LEFT)\n" in running.text())
+    assert "not started again" not in running.text()
+
+
 def test_a_verdict_kills_that_process_only(start: Callable[..., Running]) -> None:
     running = start()
     running.wait_until_ready()

@@ -131,6 +131,20 @@ def test_a_lost_worker_replays_its_requests_elsewhere_without_a_gap() -> None:
     assert core.core.snapshot(core.now).failovers == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "level"), [(LossKind.GOODBYE, LogLevel.INFO), (LossKind.STREAM, LogLevel.WARNING)]
+)
+@pytest.mark.parametrize("serves", [True, False])
+def test_workers_that_leave_as_asked_are_nothing_to_warn_of(kind, level, serves) -> None:
+    core = driven(1)
+    (form,) = core.attach("chip0")
+    if serves:
+        core.make_ready(form)
+    told = of_kind(core.handle(WorkerLost("chip0", 1, kind, "the control plane stops")), Log)
+    assert {log.event for log in told} >= {"worker.lost", "group.epoch_ended"}
+    assert {log.level for log in told} == {level}
+
+
 def test_requests_wait_for_their_only_group_and_go_first() -> None:
     core = driven(1, running_max=1).serve()
     for name in "ab":
