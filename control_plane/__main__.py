@@ -18,6 +18,7 @@ from control_plane.errors import ConfigurationError
 from control_plane.full_collections import rare_full_collections
 from control_plane.intake.front import load_intake_model
 from control_plane.logs import configure_logging
+from control_plane.ports import check_ports
 from control_plane.processors import THREAD_SWITCH_S, tokenizer_threads_default
 from control_plane.scheduling.core import SchedulingCore
 from control_plane.service import Service
@@ -116,6 +117,7 @@ def die_with_parent() -> None:
 
 def run(config: ControlPlaneConfig) -> bool:
     """Runs the service to its end; False if it failed. Raises ConfigurationError."""
+    check_ports(config)
     shown = asdict(config)
     shown["join_token"] = "set" if config.join_token else None
     shown["api_keys"] = len(config.api_keys)

@@ -9,6 +9,8 @@ from control_plane.errors import ConfigurationError
 
 MIB = 1 << 20
 PORT_MAX = 65535
+WILDCARDS = {"0.0.0.0", "::"}
+"""Hosts that mean every address of this machine."""
 FRONTENDS_MAX = 16
 KV_POLICIES = ("cover", "replicate", "shard")
 POLICIES = ("lpm", "fcfs", "shortest-prefill-first", "priority")
@@ -224,6 +226,19 @@ class ControlPlaneConfig:
             raise ConfigurationError(
                 f"kv_policy {self.kv_policy!r}: choose one of {', '.join(KV_POLICIES)}"
             )
+        self._check_ports_differ()
+
+    def _check_ports_differ(self) -> None:
+        """Ports of one address; 0 is another one each time."""
+        ports = {"--http-port": self.http_port, "--grpc-port": self.grpc_port}
+        if self.worker_host == self.host or WILDCARDS & {self.worker_host, self.host}:
+            ports["--worker-port"] = self.worker_port
+        for flag, port in ports.items():
+            same = [each for each, other in ports.items() if port and other == port]
+            if len(same) > 1:
+                raise ConfigurationError(
+                    f"{' and '.join(same)} are the same, {port}: give {flag} another port"
+                )
 
     def check_model_context(self, model_tokens: int) -> None:
         """Raises ConfigurationError for what does not fit a model of so many tokens of context."""

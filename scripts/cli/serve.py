@@ -16,6 +16,7 @@ import click
 
 from control_plane.errors import ConfigurationError
 from control_plane.intake.model_files import ModelFiles
+from control_plane.ports import check_ports
 from control_plane.processors import tokenizer_threads_default
 from control_plane.settings import SETTINGS, config_of, read_api_keys, read_join_token
 from scripts.cli.chip_options import (
@@ -50,6 +51,10 @@ def serve(announce: Path | None, **values: object) -> None:
     warnings: list[str] = []
     chips = look_at_chips(settings, warnings.append)
     check_groups(settings)
+    try:
+        check_ports(settings.control_plane)
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
     from_file = names_from_file(click.get_current_context())
     click.echo(f"Polychip {version('polychip')}")
     for line in (

@@ -100,6 +100,8 @@ def test_ctrl_c_is_status_130_however_early_it_comes(
         (["--backend", "unheard-of"], "unheard-of"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--model", "tests"], "tests/config.json: No such file"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: "),
+        (["--http-port", "8100", "--grpc-port", "8100"], "--http-port and --grpc-port are the"),
         (["--max-running", "0"], "--max-running"),
         (["--block-tokens", "8193"], "block_tokens is 8193, but the model has a context of 8192"),
         (["--kv-blocks", "64,16777217"], "from 1 to 16777216"),

@@ -18,6 +18,7 @@ from scripts.settings import ServeSettings, worker_command
 
 HOST = ("--backend-option", "device-ids=0,1,2,3,4,5,left,right")
 """A host with eight chips of these ids."""
+FREE_PORTS = ("--http-port", "0", "--grpc-port", "0", "--worker-port", "0")
 
 
 def settings(*options: str) -> ServeSettings:
@@ -251,7 +252,7 @@ def test_chips_that_share_cores_are_a_warning_with_a_remedy(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(Launcher, "run", run)
     told = [
-        CliRunner().invoke(main, ["serve", *options]).stderr
+        CliRunner().invoke(main, ["serve", *FREE_PORTS, *options]).stderr
         for options in (["--chips", "2"], ["--groups", "2,1"])
     ]
     assert told == [

@@ -14,6 +14,8 @@ from tests.fakes.calibrations import CALIBRATION
 from tests.fakes.checkpoints import TinyLlama, write_hugging_face
 from tests.fakes.word_tokenizer import save_word_tokenizer
 
+FREE_PORTS = ("--http-port", "0", "--grpc-port", "0", "--worker-port", "0")
+
 
 def write_model(folder):
     """One that `serve` reads, with a tokenizer."""
@@ -84,7 +86,7 @@ def served(monkeypatch):
     monkeypatch.setattr(serve_module, "Launcher", NoLauncher)
 
     def run(*options):
-        result = CliRunner().invoke(main, ["serve", *map(str, options)])
+        result = CliRunner().invoke(main, ["serve", *FREE_PORTS, *map(str, options)])
         return result, starts
 
     return run
