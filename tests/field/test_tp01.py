@@ -61,9 +61,9 @@ def test_other_sizes_are_refused_with_those_that_work(
 
 
 @pytest.mark.end_to_end
-def test_a_service_of_such_a_group_ends_and_is_never_ready(tmp_path: Path) -> None:
+def test_a_service_of_such_a_group_is_refused_at_once(tmp_path: Path) -> None:
     model = tmp_path / "model"
     FieldModel(Mix()).write(model)
     said = refused_start(model, tmp_path, "--groups", "3", "--kv-policy", "shard")
     assert "3 chips cannot share 2 key/value heads (kv policy 'shard'); use 1 to 2 chips" in said
-    assert "MODEL_FAILED" in said
+    assert "worker" not in said, "nothing was started"
