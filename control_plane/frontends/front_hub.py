@@ -131,8 +131,13 @@ class FrontHub:
 
     @property
     def drained(self) -> bool:
-        """Whether no call is left, and no frontend can let one in any more."""
-        return not self._calls and all(each.refuses_new for each in self._frontends)
+        """Whether no call is left, and no frontend can let one in any more.
+
+        One that does not listen yet has none, and may read nothing for seconds: it builds a
+        tokenizer.
+        """
+        listening = (each for each in self._frontends if each.listening)
+        return not self._calls and all(each.refuses_new for each in listening)
 
     # ---------------------------------------------------------------- the processes' side
 

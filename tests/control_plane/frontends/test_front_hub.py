@@ -275,6 +275,18 @@ def test_it_is_drained_when_no_call_is_left_and_none_can_get_in(hubbed) -> None:
     assert hub.drained
 
 
+def test_who_never_listened_is_not_waited_for(hubbed) -> None:
+    loading = PlayedFrontend("c", hubbed.hub.take)
+    hubbed.hub.attach(loading)
+    hubbed.hub.refuse_new("draining")
+    for each in (hubbed.a, hubbed.b):
+        assert not hubbed.hub.drained
+        each.say(refuses_new=frontend_pb2.RefusesNew())
+    assert hubbed.hub.drained
+    loading.say(listening=frontend_pb2.Listening())
+    assert not hubbed.hub.drained, "it may let one in until it has read the word"
+
+
 def test_status_counts_the_calls_of_all(hubbed) -> None:
     hubbed.a.open("x")
     hubbed.b.open("y")
