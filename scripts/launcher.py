@@ -37,6 +37,7 @@ from control_plane.child_processes import RestartPause
 from control_plane.settings import read_api_keys
 from scripts.child_process import describe_exit, end_child, send_signal, start_child
 from scripts.client import AdminWatcher, health
+from scripts.progress import UNAVAILABLE, Progress
 from scripts.settings import (
     ServeSettings,
     control_plane_command,
@@ -56,7 +57,7 @@ NOTICE_S = 3.0
 NOTICE_POLL_S = 0.1
 LAST_LEFT_S = 3.0
 """A control plane that stops tells its workers to leave, and ends within this."""
-UNAVAILABLE, LOST = "unavailable", "lost"
+LOST = "lost"
 HOPELESS = (ExitCode.USAGE, ExitCode.REFUSED, ExitCode.MODEL_FAILED)
 
 
@@ -115,8 +116,7 @@ class Launcher:
         self._starts = {
             worker_id(i): WorkerStarts(failures_max) for i in range(settings.chips_count)
         }
-        self._reasons: dict[str, str] = {}
-        """Why the chip of a worker could last not be used."""
+        self._progress = Progress(report)
         self._ready = False
         self._signals_count = 0
         self._gave_up = False
@@ -166,6 +166,8 @@ class Launcher:
         tasks.start_soon(self._watch_verdicts, admin)
         tasks.start_soon(self._report_progress, admin)
         await _healthy(dialled(self._settings.host), addresses.http_port)
+        # Who serves is told before.
+        await self._progress.look(admin)
         self._ready = True
         self._on_ready(addresses)
 
@@ -207,9 +209,8 @@ class Launcher:
         if not (self._signals_count or self._gave_up):
             self._gave_up = True
             self._report("no group can form again, stopping")
-            over = {name for name, starts in self._starts.items() if starts.over}
-            reasons = {name: why for name, why in self._reasons.items() if name in over}
-            for line in unavailable_lines(reasons):
+            over = [name for name, starts in self._starts.items() if starts.over]
+            for line in self._progress.reasons_of(over):
                 self._report(line)
             send_signal(control_plane, signal.SIGTERM)
 
@@ -244,19 +245,8 @@ class Launcher:
 
     async def _report_progress(self, admin: AdminWatcher) -> None:
         """A line whenever the state of a worker or a group changes, as long as we serve."""
-        last: list[str] = []
         while True:
-            status = await admin.status()
-            lines = progress_lines(status) if status is not None else last
-            reasons = unavailable_reasons(status) if status is not None else {}
-            for line in [line for line in lines if line not in last]:
-                self._report(line)
-            # A worker that is tried again and again has the same reason each time.
-            news = {name: why for name, why in reasons.items() if self._reasons.get(name) != why}
-            for line in unavailable_lines(news):
-                self._report(line)
-            self._reasons |= reasons
-            last = lines
+            await self._progress.look(admin)
             await anyio.sleep(PROGRESS_POLL_READY_S if self._ready else PROGRESS_POLL_S)
 
     async def _stop_workers(self) -> None:
@@ -302,39 +292,6 @@ class _ControlPlane:
         """Running calls of the admin service end."""
         if self._admin is not None:
             await self._admin.close()
-
-
-def progress_lines(status: Mapping[str, object]) -> list[str]:
-    """The states of the workers in one line, and a line for each group that serves."""
-    workers, groups = status["workers"], status["groups"]
-    assert isinstance(workers, list)
-    assert isinstance(groups, list)
-    lines = [", ".join(f"{worker['id']} {worker['state']}" for worker in workers)]
-    lines += [
-        f"{group['id']} serves on {' '.join(group['ranks'])} with {group['blocks']['total']} "
-        f"blocks of {group['block_tokens']} tokens (epoch {group['epoch']})"
-        for group in groups
-        if group["state"] == "serving"
-    ]
-    return [line for line in lines if line]
-
-
-def unavailable_reasons(status: Mapping[str, object]) -> dict[str, str]:
-    """Why the chip of a worker cannot be used, by the name of the worker."""
-    workers = status["workers"]
-    assert isinstance(workers, list)
-    return {worker["id"]: worker["reason"] for worker in workers if worker["state"] == UNAVAILABLE}
-
-
-def unavailable_lines(reasons: Mapping[str, str]) -> list[str]:
-    """A line for each reason, with all the workers that have it."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name)
-    return [
-        f"{', '.join(alike)} {'is' if len(alike) == 1 else 'are'} unavailable: {reason}"
-        for reason, alike in names.items()
-    ]
 
 
 def was_usable(status: Mapping[str, object], name: str, pid: int) -> bool | None:

@@ -285,7 +285,7 @@ def test_sigterm_lets_a_running_answer_finish(clusters: Clusters) -> None:
 
 @pytest.mark.end_to_end
 @pytest.mark.service
-def test_a_split_the_model_does_not_allow_is_refused_before_anything_starts(
+def test_a_split_the_model_does_not_allow_is_refused_at_once(
     clusters: Clusters,
 ) -> None:
     clusters.close()

@@ -10,6 +10,7 @@ Usage: control_plane_process.py FOLDER ANNOUNCE
     FOLDER/stubborn   SIGTERM is ignored while the file exists
     FOLDER/key        the admin service asks for the API key in the file
     FOLDER/broken     chip1 is unavailable while the file exists, for the reason in it
+    FOLDER/slow       the status takes half a second while the file exists
     FOLDER/NAME.used  it had a use for every process of this worker while the file exists
 """
 
@@ -47,6 +48,8 @@ def lost(used: Path) -> Iterator[admin_pb2.WorkerStatus]:
 class Admin(admin_pb2_grpc.AdminServiceServicer):
     def GetStatus(self, request, context):  # noqa: ARG002, N802
         check_key(context)
+        if (FOLDER / "slow").exists():
+            time.sleep(0.5)
         workers = [admin_pb2.WorkerStatus(id="chip0", state="x")]
         broken = FOLDER / "broken"
         if broken.exists():

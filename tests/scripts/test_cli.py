@@ -13,7 +13,8 @@ from scripts.cli.main import COMMANDS, main
 from scripts.cli.serve import invitation, serve, settings_lines, settings_of
 from scripts.client import PolychipClient, ServiceRefused
 from scripts.generation import Generation, Message, Piece
-from scripts.launcher import Addresses, progress_lines
+from scripts.launcher import Addresses
+from scripts.progress import progress_lines
 from scripts.settings import ServeSettings, control_plane_command, worker_command
 from scripts.topology import numa_nodes_count
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from chip_worker.exit_code import ExitCode
-from scripts.launcher import WorkerStarts, unavailable_lines, was_usable
+from scripts.launcher import WorkerStarts, was_usable
+from scripts.progress import unavailable_lines
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
@@ -112,6 +113,16 @@ def test_sigterm_drains_and_stops_all(start: Callable[..., Running]) -> None:
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(DEADLINE_S) == 0, running.text()
     assert all(gone(pid) for name in ("chip0", "chip1") for pid in running.pids(name))
+
+
+def test_who_serves_is_told_before_it_is_ready(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "slow").touch()
+    running = start()
+    running.wait_until_ready()
+    told, _, _ = running.text().partition("READY")
+    assert "chip0 x\n" in told
 
 
 def test_workers_start_before_the_control_plane_listens(
