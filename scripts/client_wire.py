@@ -189,6 +189,7 @@ def status_of(response: admin_pb2.GetStatusResponse) -> dict[str, object]:
             {**fields_of(group), "ranks": list(group.ranks), "blocks": fields_of(group.blocks)}
             for group in response.groups
         ],
+        "frontends": [fields_of(frontend) for frontend in response.frontends],
         "requests": fields_of(response.requests),
         "generated_tokens": response.generated_tokens,
         "failovers": response.failovers,

@@ -31,11 +31,13 @@ from control_plane.frontends.front_hub import Frontend, FrontHub
 from control_plane.frontends.request_sums import RequestSums
 from control_plane.frontends.shared_ports import held_ports
 from control_plane.intake import admin_wire
+from control_plane.intake.admin_wire import FrontendSnapshot
 from control_plane.intake.front import STOPPED, IntakePorts, vocabulary_tokens
 from control_plane.intake.model_files import ModelFiles
 from control_plane.intake.release import VERSION
 from control_plane.metrics import Metrics
 from control_plane.scheduling.messages import Condemn, Effect, Event, Snapshot
+from control_plane.scheduling.name_order import name_order
 
 PING_INTERVAL_S = 10.0
 PINGS_MISSED_MAX = 2
@@ -87,12 +89,18 @@ class FrontProcesses:
 
         def status(calls_count: int) -> bytes:
             message = admin_wire.status_response(
-                snapshot(), intake_count=calls_count, term=term(), version=VERSION
+                snapshot(),
+                intake_count=calls_count,
+                term=term(),
+                version=VERSION,
+                frontends=self._snapshots(),
             )
             return message.SerializeToString()
 
         self._hub = FrontHub(post, status, metrics.expose, sums)
         self._running: dict[str, _Running] = {}
+        self._lost: dict[str, Process] = {}
+        """The latest process of a name that ended unasked."""
         self._starting: set[str] = set()
         """Those that have not listened since the service began."""
         self._refusal: str | None = None
@@ -164,6 +172,23 @@ class FrontProcesses:
 
     # ---------------------------------------------------------------- inside
 
+    def _snapshots(self) -> list[FrontendSnapshot]:
+        names = sorted({*self._running, *self._lost}, key=name_order)
+        return [self._snapshot(name) for name in names]
+
+    def _snapshot(self, name: str) -> FrontendSnapshot:
+        running, lost = self._running.get(name), self._lost.get(name)
+        state = "lost"
+        if running is not None:
+            state = "listening" if running.frontend.listening else "starting"
+        return FrontendSnapshot(
+            name=name,
+            pid=0 if running is None else running.process.pid,
+            state=state,
+            lost_pid=0 if lost is None else lost.pid,
+            lost_status=0 if lost is None else lost.returncode or 0,
+        )
+
     async def _keep(self, name: str, start: bytes) -> None:
         """Runs a frontend again and again."""
         pause = RestartPause()
@@ -213,6 +238,7 @@ class FrontProcesses:
             await _end(process)
             del self._running[name]
         if not self._stopping:
+            self._lost[name] = process
             _log.warning(
                 FRONTEND_LOST, name=name, status=process.returncode, calls_cancelled=calls_count
             )

@@ -1,5 +1,8 @@
 """From the core's snapshot and verdicts to the messages of AdminService."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from control_plane.scheduling.messages import (
     BlockCounts,
     Condemn,
@@ -10,10 +13,25 @@ from control_plane.scheduling.messages import (
 from protos import admin_pb2
 
 
+class FrontendSnapshot(NamedTuple):
+    """A frontend as protos/admin.proto tells it."""
+
+    name: str
+    pid: int
+    state: str
+    lost_pid: int
+    lost_status: int
+
+
 def status_response(
-    snapshot: Snapshot, *, intake_count: int, term: int, version: str
+    snapshot: Snapshot,
+    *,
+    intake_count: int,
+    term: int,
+    version: str,
+    frontends: Sequence[FrontendSnapshot] = (),
 ) -> admin_pb2.GetStatusResponse:
-    """The core's snapshot and intake's table size as a message."""
+    """The core's snapshot, intake's table size and its processes as a message."""
     return admin_pb2.GetStatusResponse(
         workers=[_worker(worker) for worker in snapshot.workers],
         groups=[_group(group) for group in snapshot.groups],
@@ -28,6 +46,16 @@ def status_response(
         term=term,
         version=version,
         failovers=snapshot.failovers,
+        frontends=[
+            admin_pb2.FrontendStatus(
+                id=each.name,
+                pid=each.pid,
+                state=each.state,
+                lost_pid=each.lost_pid,
+                lost_status=each.lost_status,
+            )
+            for each in frontends
+        ],
     )
 
 

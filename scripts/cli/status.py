@@ -35,6 +35,9 @@ def status(host: str, http_port: int, grpc_port: int, api_key: str | None, as_js
         console.print(table)
     for line in _unavailable(_rows(answer["workers"])):
         console.print(line, markup=False)
+    frontends = [f"{each['id']} {each['state']}" for each in _rows(answer["frontends"])]
+    if frontends:
+        console.print(f"Frontends: {', '.join(frontends)}.")
     requests = answer["requests"]
     assert isinstance(requests, dict)
     console.print(f"Requests: {requests['running']} running, {requests['waiting']} waiting.")

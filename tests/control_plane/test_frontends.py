@@ -226,6 +226,15 @@ async def test_a_killed_frontend_costs_only_its_own_streams(serving):
                     assert stream.ids == list(range(100, 100 + LONG))
             await until(lambda: len(frontend_pids(logs, "frontend0")) == 2)
             assert (await s.series())["frontends",] == 2
+            admin = admin_pb2_grpc.AdminServiceStub(connections[codes.index(grpc.StatusCode.OK)])
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+            assert [
+                (each.id, each.pid, each.state, each.lost_pid, each.lost_status)
+                for each in status.frontends
+            ] == [
+                ("frontend0", frontend_pids(logs, "frontend0")[1], "listening", pid, -9),
+                ("frontend1", frontend_pids(logs, "frontend1")[0], "listening", 0, 0),
+            ]
             # A client that lost its stream goes on with the tokens it has, wherever it lands.
             lost = streams[codes.index(grpc.StatusCode.UNAVAILABLE)]
             request = generate_request(len(lost.ids) + 5)

@@ -169,6 +169,7 @@ def a_status(groups_count: int) -> dict[str, object]:
             | {"running": 100, "waiting": 1024, "retracted": 100, "block_tokens": 16}
             for group, names in enumerate(ranks)
         ],
+        "frontends": [],
         "requests": {"running": 100, "waiting": 1024},
         "generated_tokens": 1 << 40,
         "failovers": 3,
