@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 COUNT = Range(1, UINT32_MAX)
 COUNT_OR_NONE = Range(0, UINT32_MAX)
-BYTES = Range(1)
+BYTES = TOKENS = Range(1)
 SECONDS = Range(0, SECONDS_MAX)
 PORT = Range(0, PORT_MAX)
 MESSAGE_BYTES = Range(1, GRPC_MESSAGE_BYTES_MAX)
@@ -46,7 +46,7 @@ SCHEDULING_RANGES = {
     "running_max": Range(1, RUNNING_MAX),
     "context_tokens": Range(2, UINT32_MAX),
     "queue_requests_max": COUNT,
-    "queue_tokens_max": COUNT,
+    "queue_tokens_max": TOKENS,
     "admission_tokens_max": COUNT,
     "oldest_prefill_share": Range(0, 1),
     "decode_latency_target_ms": Range(0, 1000 * SECONDS_MAX),

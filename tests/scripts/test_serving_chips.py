@@ -297,6 +297,7 @@ def test_more_chips_than_cores_can_bear_are_refused_unless_an_option_allows_them
 def test_a_group_that_cannot_share_the_model_is_refused_before_anything_starts(
     options: tuple[str, ...], said: str
 ) -> None:
+    pytest.importorskip("torch", reason="the rules need torch")
     told = refusal(*options)
     assert told.startswith("--groups: a group of")
     assert said in told
