@@ -84,13 +84,25 @@ class Piece {
         columns_(plan.columns()),
         scratch_(*new (scratch_of_thread(sizeof(Scratch<Number>))) Scratch<Number>) {}
 
-  void compute() {
+  // following: what this thread will most likely compute next, or null.
+  void compute(const AttentionPiece* following) {
     [[maybe_unused]] const typename Form::Registers registers{};
     begin();
+    Tokens located[2];
+    locate(piece_, piece_.first_token, located[0]);
+    int place = 0;
     for (std::int64_t tile = piece_.first_token; tile < piece_.stop_token; tile += kTileTokens) {
-      pack(tile);
-      if (tile + kTileTokens < piece_.stop_token) prefetch(tile + kTileTokens);
+      const Tokens* next = &located[1 - place];
+      if (tile + kTileTokens < piece_.stop_token) {
+        locate(piece_, tile + kTileTokens, located[1 - place]);
+      } else if (following != nullptr) {
+        locate(*following, following->first_token, located[1 - place]);
+      } else {
+        next = nullptr;
+      }
+      pack(located[place], next);
       attend(tile);
+      place = 1 - place;
     }
     if (piece_.partial < 0) put_output();
   }
@@ -109,24 +121,33 @@ class Piece {
   }
 
  private:
-  // Pairs whose scores of a tile are computed together, and the steps of its tokens that any of them sees.
+  // Pairs whose scores of a tile are computed together, and the steps of its tokens that they see.
   struct Group {
     std::int64_t first, pairs;
     Span span;
     std::int64_t place;
   };
 
-  std::int64_t query_of(std::int64_t pair) const {
-    return (piece_.first_pair + pair) / static_cast<std::int64_t>(heads_.size());
+  // Where keys and values of a tile's tokens are, and which of them a piece sees.
+  struct Tokens {
+    Span seen;
+    const Source* keys[kTileTokens];
+    const Source* values[kTileTokens];
+  };
+
+  std::int64_t query_of(const AttentionPiece& piece, std::int64_t pair) const {
+    const auto& heads = plan_.heads()[static_cast<std::size_t>(piece.kv_head)];
+    return (piece.first_pair + pair) / static_cast<std::int64_t>(heads.size());
   }
   // Tokens of a tile that pairs see, the last ones none before those of the first ones.
-  Span seen_by(std::int64_t tile, std::int64_t first_pair, std::int64_t last_pair) const {
-    return {seen_by_query(tile, query_of(first_pair)).first,
-            seen_by_query(tile, query_of(last_pair)).stop};
+  Span seen_by(const AttentionPiece& piece, std::int64_t tile, std::int64_t first_pair,
+               std::int64_t last_pair) const {
+    return {seen_by_query(piece.row, tile, query_of(piece, first_pair)).first,
+            seen_by_query(piece.row, tile, query_of(piece, last_pair)).stop};
   }
-  Span seen_by_query(std::int64_t tile, std::int64_t query) const {
-    const std::int64_t stop = step_.context_starts[piece_.row] + query + 1;
-    return {std::clamp<std::int64_t>(oldest_seen(step_, piece_.row, query) - tile, 0, kTileTokens),
+  Span seen_by_query(std::int64_t row, std::int64_t tile, std::int64_t query) const {
+    const std::int64_t stop = step_.context_starts[row] + query + 1;
+    return {std::clamp<std::int64_t>(oldest_seen(step_, row, query) - tile, 0, kTileTokens),
             std::clamp<std::int64_t>(stop - tile, 0, kTileTokens)};
   }
   static Span in_steps(Span span) {
@@ -136,7 +157,7 @@ class Piece {
   T* numbers_of(const Rows& rows, std::int64_t pair) const {
     const auto heads = static_cast<std::int64_t>(heads_.size());
     const std::int64_t head = heads_[static_cast<std::size_t>((piece_.first_pair + pair) % heads)];
-    const std::int64_t token = step_.query_starts[piece_.row] + query_of(pair);
+    const std::int64_t token = step_.query_starts[piece_.row] + query_of(piece_, pair);
     return static_cast<T*>(rows.numbers) + token * rows.outer_stride + head * rows.inner_stride;
   }
 
@@ -180,73 +201,68 @@ class Piece {
     }
   }
 
-  // Where keys and values of a tile are that the piece sees.
-  Span locate(std::int64_t tile, const Source** keys, const Source** values) const {
-    const Span seen = seen_by(tile, 0, piece_.pairs - 1);
-    const std::int64_t* table = step_.block_tables + piece_.row * step_.table_width;
-    const std::int64_t first = tile + seen.first - step_.table_starts[piece_.row];
+  // Where keys and values are of those tokens of a tile that a piece sees; zeros beside them.
+  void locate(const AttentionPiece& piece, std::int64_t tile, Tokens& found) const {
+    alignas(64) static constexpr Source kNothing[kHeadSizeMax] = {};
+    found.seen = seen_by(piece, tile, 0, piece.pairs - 1);
+    for (const Source** lines : {found.keys, found.values}) {
+      std::fill(lines, lines + found.seen.first, kNothing);
+      std::fill(lines + found.seen.stop, lines + kTileTokens, kNothing);
+    }
+    const std::int64_t* table = step_.block_tables + piece.row * step_.table_width;
+    const std::int64_t first = tile + found.seen.first - step_.table_starts[piece.row];
     std::int64_t block = first / step_.block_tokens, place = first % step_.block_tokens;
-    for (std::int64_t token = seen.first; token < seen.stop; ++token, ++place) {
+    for (std::int64_t token = found.seen.first; token < found.seen.stop; ++token, ++place) {
       if (place == step_.block_tokens) {
         ++block;
         place = 0;
       }
       const std::int64_t offset = table[block] * step_.block_bytes;
-      const std::int64_t number = (place * step_.kv_heads + piece_.kv_head) * step_.head_size;
-      keys[token] = reinterpret_cast<const Source*>(layer_.keys + offset) + number;
-      values[token] = reinterpret_cast<const Source*>(layer_.values + offset) + number;
+      const std::int64_t number = (place * step_.kv_heads + piece.kv_head) * step_.head_size;
+      found.keys[token] = reinterpret_cast<const Source*>(layer_.keys + offset) + number;
+      found.values[token] = reinterpret_cast<const Source*>(layer_.values + offset) + number;
     }
-    return seen;
   }
 
-  // Asks for them, to be there when they are packed.
-  void prefetch(std::int64_t tile) const {
-    constexpr std::int64_t kLineNumbers = 64 / sizeof(Source);
-    const Source* keys[kTileTokens];
-    const Source* values[kTileTokens];
-    const Span seen = locate(tile, keys, values);
-    for (std::int64_t token = seen.first; token < seen.stop; ++token) {
-      for (std::int64_t number = 0; number < step_.head_size; number += kLineNumbers) {
-        __builtin_prefetch(keys[token] + number, 0, 2);
-        __builtin_prefetch(values[token] + number, 0, 2);
+  // Asks for what is packed next while it packs, bit by bit: a core waits when it has asked for much.
+  void pack(const Tokens& tokens, const Tokens* next) {
+    const Span span = in_steps(tokens.seen);
+    for (std::int64_t token = span.first; token < span.stop; token += 4) {
+      if (next != nullptr) prefetch(*next, token);
+      pack_keys(tokens.keys + token, scratch_.keys + token * Form::kDepth);
+      for (std::int64_t at = token; at < token + 4; at += Form::kDepth) {
+        Form::pack_values(tokens.values + at, step_.head_size, scratch_.values + at * columns_);
       }
     }
   }
 
-  // Zeros beside what the piece sees, which may be anything.
-  void pack(std::int64_t tile) {
-    alignas(64) static constexpr Source kNothing[kHeadSizeMax] = {};
-    const Source* keys[kTileTokens];
-    const Source* values[kTileTokens];
-    std::fill(keys, keys + kTileTokens, kNothing);
-    std::fill(values, values + kTileTokens, kNothing);
-    const Span span = in_steps(locate(tile, keys, values));
-    pack_keys(keys, span);
-    for (std::int64_t token = span.first; token < span.stop; token += Form::kDepth) {
-      Form::pack_values(values + token, step_.head_size, scratch_.values + token * columns_);
+  void prefetch(const Tokens& tokens, std::int64_t first) const {
+    constexpr std::int64_t kLineNumbers = 64 / sizeof(Source);
+    for (std::int64_t token = first; token < first + 4; ++token) {
+      for (std::int64_t number = 0; number < step_.head_size; number += kLineNumbers) {
+        __builtin_prefetch(tokens.keys[token] + number, 0, 2);
+        __builtin_prefetch(tokens.values[token] + number, 0, 2);
+      }
     }
   }
 
-  // Words of 32 bits, four by four: columns become rows.
-  void pack_keys(const Source* const* keys, Span span) {
+  // Of four tokens, in words of 32 bits, four by four: columns become rows.
+  void pack_keys(const Source* const* keys, Number* packed) {
     constexpr std::int64_t kWord = sizeof(std::uint32_t) / sizeof(Source);
     constexpr std::int64_t kDepth = Form::kDepth;
-    for (std::int64_t token = span.first; token < span.stop; token += 4) {
-      Number* packed = scratch_.keys + token * kDepth;
-      std::int64_t number = 0;
-      for (; number + 4 * kWord <= step_.head_size; number += 4 * kWord) {
-        Four lines[4];
-        for (int i = 0; i < 4; ++i) lines[i] = load<Four>(keys[token + i] + number);
-        transpose(lines);
-        for (int i = 0; i < 4; ++i) {
-          Form::put_words(lines[i], packed + (number + i * kWord) * kKeyColumns);
-        }
+    std::int64_t number = 0;
+    for (; number + 4 * kWord <= step_.head_size; number += 4 * kWord) {
+      Four lines[4];
+      for (int i = 0; i < 4; ++i) lines[i] = load<Four>(keys[i] + number);
+      transpose(lines);
+      for (int i = 0; i < 4; ++i) {
+        Form::put_words(lines[i], packed + (number + i * kWord) * kKeyColumns);
       }
-      for (; number < step_.head_size; ++number) {
-        for (int i = 0; i < 4; ++i) {
-          packed[number / kDepth * kDepth * kKeyColumns + i * kDepth + number % kDepth] =
-              Form::packed(keys[token + i][number]);
-        }
+    }
+    for (; number < step_.head_size; ++number) {
+      for (int i = 0; i < 4; ++i) {
+        packed[number / kDepth * kDepth * kKeyColumns + i * kDepth + number % kDepth] =
+            Form::packed(keys[i][number]);
       }
     }
   }
@@ -259,7 +275,7 @@ class Piece {
     std::int64_t count = 0;
     for (std::int64_t first = 0; first < piece_.pairs; first += kPairsAtOnce) {
       const std::int64_t pairs = std::min(kPairsAtOnce, piece_.pairs - first);
-      const Span span = in_steps(seen_by(tile, first, first + pairs - 1));
+      const Span span = in_steps(seen_by(piece_, tile, first, first + pairs - 1));
       if (span.first < span.stop) groups[count++] = {first, pairs, span, count % 2};
     }
     for (std::int64_t i = 0; i <= count; ++i) {
@@ -315,11 +331,11 @@ class Piece {
   template <typename Function>
   void each_pair(std::int64_t tile, const Group& group, Function function) const {
     const auto heads = static_cast<std::int64_t>(heads_.size());
-    std::int64_t query = query_of(group.first), stop = (query + 1) * heads - piece_.first_pair;
-    Span seen = seen_by_query(tile, query);
+    std::int64_t query = query_of(piece_, group.first), stop = (query + 1) * heads - piece_.first_pair;
+    Span seen = seen_by_query(piece_.row, tile, query);
     for (std::int64_t i = 0; i < group.pairs; ++i) {
       if (group.first + i == stop) {
-        seen = seen_by_query(tile, ++query);
+        seen = seen_by_query(piece_.row, tile, ++query);
         stop += heads;
       }
       if (seen.first > 0 || seen.stop < kTileTokens) {
@@ -377,7 +393,9 @@ class Piece {
 
 template <typename Form>
 void compute_piece(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
-  Piece<Form>(plan, layer, plan.pieces()[static_cast<std::size_t>(index)]).compute();
+  const AttentionPiece* pieces = plan.pieces().data();
+  const bool last = index + 1 == static_cast<std::int64_t>(plan.pieces().size());
+  Piece<Form>(plan, layer, pieces[index]).compute(last ? nullptr : &pieces[index + 1]);
 }
 
 template <typename Form>
