@@ -46,7 +46,7 @@ AttentionPlan::AttentionPlan(const AttentionStep& step, std::int64_t tile_tokens
     }
   }
   // Several for each thread, so that none waits long for the last one.
-  constexpr std::int64_t kPiecesOfThread = 4;
+  constexpr std::int64_t kPiecesOfThread = 3;
   if (threads > 1) cost /= kPiecesOfThread * threads;
   for (std::int64_t row = 0; row < step.rows; ++row) {
     if (queries_of(step, row) == 0) continue;
