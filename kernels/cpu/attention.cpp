@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include <limits>
 #include <memory>
 
 namespace polychip {
@@ -91,6 +92,10 @@ void AttentionPlan::add_parts(AttentionPiece piece, std::int64_t parts) {
   piece.partial = static_cast<std::int64_t>(partials_.size());
   merged_.push_back(piece);
   partials_.resize(partials_.size() + static_cast<std::size_t>(tiles * partial_size(piece.pairs)));
+  // Pairs that see nothing of a tile are not computed there: they have no greatest score.
+  for (std::int64_t tile = 0; tile < tiles; ++tile) {
+    std::fill_n(partial(piece, tile), kGroupPairs, -std::numeric_limits<float>::infinity());
+  }
   for (std::int64_t part = 0; part < parts; ++part) {
     AttentionPiece some = piece;
     const std::int64_t tile = tiles * part / parts;

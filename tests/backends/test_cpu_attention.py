@@ -173,6 +173,27 @@ def test_a_row_gives_the_same_in_any_company_and_with_any_threads(
             assert torch.equal(found, alone[each]), f"row {rows[each]} of {company}"
 
 
+@every_dtype
+@pytest.mark.parametrize("threads", [2, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("features", ["plain", "window", "window over tiles"])
+def test_queries_on_both_sides_of_a_tile_s_border_give_the_same_with_any_threads(
+    instructions, dtype, threads, layout, features
+):
+    """What threads share of such a row holds pairs that see nothing of a tile. All scores are far
+    below 0: a weight of 2^0 where nothing is seen would outweigh them."""
+    requests = Requests(dtype, [3000], LAYOUTS[layout])
+    requests.arena[:, 0] = -8 * requests.arena[:, 0].abs()
+    requests.queries = [each.abs() for each in requests.queries]
+    lone = NativeKernels(Engine(1, instructions), None)
+    shared = NativeKernels(Engine(threads, instructions), None)
+    for row in ((0, 2044, 8), (0, 2940, 9), (0, 2945, 32), (0, 60, 6)):
+        (alone,) = requests.attend(lone.attention, [row], *FEATURES[features])
+        (found,) = requests.attend(shared.attention, [row], *FEATURES[features])
+        assert torch.equal(found, alone), f"row {row}"
+        assert found.isfinite().all()
+
+
 def rms(numbers):
     return numbers.double().square().mean().sqrt().item()
 
