@@ -166,11 +166,15 @@ POLYCHIP_EXPORT bool polychip_write_kv(Engine* engine, const WriteKV* call) noex
   return true;
 }
 
+static AttentionPlan planned(const Engine& engine, const AttentionStep& step) {
+  const auto tile_tokens = attention_kernels(engine.instructions, step.number).tile_tokens;
+  return {step, tile_tokens, engine.pool.threads()};
+}
+
 // What `step` points to must stay until the plan is freed. Null if it names a block that is not there.
 POLYCHIP_EXPORT AttentionPlan* polychip_attention_plan(const Engine* engine,
                                                        const AttentionStep* step) noexcept {
-  const auto tile_tokens = attention_kernels(engine->instructions, step->number).tile_tokens;
-  auto plan = std::make_unique<AttentionPlan>(*step, tile_tokens, engine->pool.threads());
+  auto plan = std::make_unique<AttentionPlan>(planned(*engine, *step));
   return plan->within_blocks() ? plan.release() : nullptr;
 }
 
@@ -178,8 +182,7 @@ POLYCHIP_EXPORT AttentionPlan* polychip_attention_plan(const Engine* engine,
 // step names a block that is not there: the plan must then not be used.
 POLYCHIP_EXPORT bool polychip_attention_plan_renew(const Engine* engine, AttentionPlan* plan,
                                                    const AttentionStep* step) noexcept {
-  const auto tile_tokens = attention_kernels(engine->instructions, step->number).tile_tokens;
-  *plan = AttentionPlan(*step, tile_tokens, engine->pool.threads());
+  *plan = planned(*engine, *step);
   return plan->within_blocks();
 }
 
