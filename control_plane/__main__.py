@@ -16,7 +16,7 @@ import structlog
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
 from control_plane.full_collections import rare_full_collections
-from control_plane.intake.front import load_intake_model
+from control_plane.intake.model_files import load_intake_model
 from control_plane.logs import configure_logging
 from control_plane.ports import check_ports
 from control_plane.processors import THREAD_SWITCH_S, tokenizer_threads_default

@@ -21,7 +21,8 @@ from control_plane.frontends import wire
 from control_plane.frontends.frame_link import FrameLink
 from control_plane.frontends.remote_core import RemoteCore
 from control_plane.full_collections import rare_full_collections
-from control_plane.intake.front import Intake, load_intake_model
+from control_plane.intake.front import Intake
+from control_plane.intake.model_files import load_intake_model
 from control_plane.logs import configure_logging
 from control_plane.metrics import Metrics
 from control_plane.processors import THREAD_SWITCH_S

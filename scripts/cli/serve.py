@@ -15,7 +15,7 @@ import anyio
 import click
 
 from control_plane.errors import ConfigurationError
-from control_plane.intake.model_files import ModelFiles
+from control_plane.intake.model_files import ModelFiles, load_intake_model
 from control_plane.ports import check_ports
 from control_plane.processors import tokenizer_threads_default
 from control_plane.settings import SETTINGS, config_of, read_api_keys, read_join_token
@@ -59,7 +59,7 @@ def serve(announce: Path | None, **values: object) -> None:
     click.echo(f"Polychip {version('polychip')}")
     for line in (
         *tried,
-        *settings_lines(settings, from_file),
+        *settings_lines(settings, from_file, context_max=model.context_tokens),
         "",
         *chip_table(settings, chips),
         "",
@@ -117,13 +117,10 @@ def read_model(settings: ServeSettings) -> ModelFiles:
 
     Raises UsageError if there is none to be read, or the settings do not fit it.
     """
-    config = settings.control_plane
     try:
-        model = ModelFiles.load(Path(config.model_path))
-        config.check_model_context(model.context_tokens)
+        return load_intake_model(settings.control_plane)
     except ConfigurationError as error:
         raise click.UsageError(str(error)) from error
-    return model
 
 
 def _chip_values(
@@ -157,10 +154,13 @@ def _chip_values(
     }
 
 
-def settings_lines(settings: ServeSettings, from_file: Collection[str] = ()) -> list[str]:
+def settings_lines(
+    settings: ServeSettings, from_file: Collection[str] = (), *, context_max: int | None = None
+) -> list[str]:
     """Every setting under the name of its option, one a line.
 
-    from_file: fields whose values come from the settings file.
+    from_file: fields whose values come from the settings file. context_max: tokens that the model
+    allows, where it was read.
 
     Raises UsageError if a file that a setting names cannot be used.
     """
@@ -183,6 +183,9 @@ def settings_lines(settings: ServeSettings, from_file: Collection[str] = ()) -> 
             continue
         origin = f" (from {settings.settings_file})" if name in from_file else ""
         shown[option.opts[0].removeprefix("--")] = _text(value) + origin
+    asked = config.scheduling.context_tokens
+    if asked is not None and context_max is not None and asked > context_max:
+        shown["context"] = f"{context_max} (all the model allows; {asked} asked for)"
     try:
         shown |= _texts_from_files(settings)
     except ConfigurationError as error:
@@ -219,11 +222,6 @@ def _texts_from_files(settings: ServeSettings) -> dict[str, str]:
     if settings.api_key_file is not None:
         count = len(read_api_keys(settings.api_key_file))
         texts["api-key-file"] = f"{settings.api_key_file} (keys: {count})"
-    asked = settings.control_plane.scheduling.context_tokens
-    if asked is not None:
-        allowed = ModelFiles.load(Path(settings.control_plane.model_path)).context_tokens
-        if asked > allowed:
-            texts["context"] = f"{allowed} (all the model allows; {asked} asked for)"
     return texts
 
 

@@ -11,7 +11,7 @@ from control_plane.__main__ import command as control_plane
 from control_plane.config import ControlPlaneConfig, SchedulingConfig
 from control_plane.settings import SETTINGS, config_of
 from scripts.cli.main import main
-from scripts.cli.serve import invitation, serve, settings_lines, settings_of
+from scripts.cli.serve import invitation, read_model, serve, settings_lines, settings_of
 from scripts.launcher import Addresses
 from scripts.settings import ServeSettings, control_plane_command
 
@@ -183,6 +183,9 @@ def test_the_invitation_tells_where_the_key_goes() -> None:
 
 
 def test_a_context_beyond_the_models_is_shown_as_the_models() -> None:
-    text = "\n".join(settings_lines(settings("--context", "1000000")))
-    assert "8192 (all the model allows; 1000000 asked for)" in text
-    assert " 4000\n" in "\n".join(settings_lines(settings("--context", "4000")))
+    def lines(context: str) -> str:
+        chosen = settings("--context", context)
+        return "\n".join(settings_lines(chosen, context_max=read_model(chosen).context_tokens))
+
+    assert "8192 (all the model allows; 1000000 asked for)" in lines("1000000")
+    assert " 4000\n" in lines("4000")
