@@ -30,12 +30,16 @@ class RankProcesses:
             for rank in range(world_size)
         ]
 
-    def wait_until_working(self) -> None:
-        """Until every rank has said that it works."""
+    def wait_until_working(self) -> bool:
+        """Until every rank has said that it works; False if that it cannot, as no backend must."""
+        lines = set()
         for process in self.processes:
             assert process.stdout is not None
             line = process.stdout.readline()
-            assert line == "working\n", self._errors(process)
+            assert line in ("working\n", "not applicable\n"), self._errors(process)
+            lines.add(line)
+        assert len(lines) == 1, lines
+        return lines == {"working\n"}
 
     def record(self, rank: int) -> dict:
         """What a rank came to; it must end well."""
