@@ -24,6 +24,8 @@ from chip_worker.wire import Identity
 ANNOUNCE_DEADLINE_S = 10.0
 """A control plane that listens and has not answered by then will learn it from the next process."""
 ANNOUNCE_PAUSE_S = 0.5
+LISTENING_DEADLINE_S = 600.0
+"""A control plane that has announced no address by then is taken for one that never will."""
 
 UNAVAILABLE = "worker.unavailable"
 UNAVAILABLE_UNTOLD = "worker.unavailable_untold"
@@ -59,7 +61,8 @@ def identity_without_chip(config: WorkerConfig, incarnation: int, reason: str) -
 def announce(config: WorkerConfig, identity: Identity) -> None:
     """Tells the reason in `identity`; returns when it is acknowledged, or after a while anyway.
 
-    The while begins when the control plane's address is known. For a thread without an event loop.
+    The while begins when the control plane's address is known, which may take a longer one. For a
+    thread without an event loop.
     """
     _log.error(UNAVAILABLE, worker=config.worker_id, reason=identity.unavailable_reason)
     asyncio.run(_announce(config, identity))
@@ -84,20 +87,21 @@ async def _announce(config: WorkerConfig, identity: Identity) -> None:
 
 
 async def _wait_announced(config: WorkerConfig) -> None:
-    """Until the address is known: a control plane that is being started may take longer to listen.
+    """Until the address is known, or it has taken too long.
 
-    As a worker with a chip waits for it.
+    A control plane that is being started may take longer to listen than one that runs to answer.
     """
     pause_s = ANNOUNCE_PAUSE_S
-    while True:
-        try:
-            await dialled_address(config.control_plane)
-        except Unreachable as error:
-            _log.warning(UNAVAILABLE_UNTOLD, error=str(error))
-        else:
-            return
-        await anyio.sleep(pause_s)
-        pause_s = min(2 * pause_s, config.connect_backoff_max_s)
+    with anyio.move_on_after(LISTENING_DEADLINE_S):
+        while True:
+            try:
+                await dialled_address(config.control_plane)
+            except Unreachable as error:
+                _log.warning(UNAVAILABLE_UNTOLD, error=str(error))
+            else:
+                return
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, config.connect_backoff_max_s)
 
 
 async def _tell(config: WorkerConfig, identity: Identity) -> None:

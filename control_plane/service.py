@@ -36,6 +36,8 @@ from control_plane.whole_file import write_whole
 
 WORKERS_GRACE_S = 5.0
 """How long workers may take to finish a step and say Goodbye."""
+WORKERS_HURRIED_S = 0.5
+"""How long they have at least to hear that they are to leave."""
 STOP_S = 8.0
 """Most time the servers may take to close; beyond it the process ends with them open."""
 STOP_HURRIED_S = 1.0
@@ -147,7 +149,7 @@ class Service:
     async def run(self) -> bool:
         """Serves until a signal; True if it ended as asked, False if the core failed.
 
-        Raises ConfigurationError if a port cannot be had.
+        Raises ConfigurationError if a port cannot be had, or the announcement not be written.
         """
         workers = self._worker_server()
         worker_port = await workers.start(self._config.worker_host, self._config.worker_port)
@@ -211,7 +213,10 @@ class Service:
         self._serving.cancel()
 
     async def _announce(self, ports: IntakePorts, worker_port: int) -> None:
-        """Writes the ports where the launcher looks for them; a reader never sees half a file."""
+        """Writes the ports where the launcher looks for them; a reader never sees half a file.
+
+        Raises ConfigurationError if they cannot be written there.
+        """
         listening = {
             "http_port": ports.http_port,
             "grpc_port": ports.grpc_port,
@@ -220,7 +225,13 @@ class Service:
         }
         if self._config.announce_path is not None:
             path = Path(self._config.announce_path)
-            await anyio.to_thread.run_sync(write_whole, path, json.dumps(listening))
+            try:
+                await anyio.to_thread.run_sync(write_whole, path, json.dumps(listening))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"--announce {path} cannot be written: {error.strerror}; give a file in a "
+                    "folder that exists"
+                ) from error
         _log.info(SERVICE_LISTENING, term=self._dispatcher.term, **listening)
 
     async def _watch(self, signals: AsyncIterator[signal.Signals]) -> None:
@@ -249,13 +260,16 @@ class Service:
         deadline_s = STOP_HURRIED_S if self._hurried else STOP_S
         with anyio.move_on_after(deadline_s, shield=True) as polite:
             tasks.start_soon(_hurry_at_signal, signals, polite)
-            await self._intake.stop()
-            self._dispatcher.shut_down_workers("the control plane stops")
+            try:
+                await self._intake.stop()
+            finally:
+                # Also when time was too short for all answers.
+                self._dispatcher.shut_down_workers("the control plane stops")
             with anyio.move_on_after(WORKERS_GRACE_S):
                 await _wait_for(lambda: self._dispatcher.attached_count == 0)
         self._core_loop.close()
         with anyio.move_on_after(STOP_HURRIED_S, shield=True):
-            await workers.stop(0)
+            await workers.stop(WORKERS_HURRIED_S)
 
 
 async def _hurry_at_signal(

@@ -26,7 +26,10 @@ def write_whole(path: Path, text: str) -> None:
 def try_whole(path: Path) -> None:
     """Raises the OSError that `write_whole` would, as far as can be told without writing."""
     with _naming(path):
-        try_to_create(_partial(_replaceable(path)))
+        partial = _partial(_replaceable(path))
+        # Left by a process of this number that was killed.
+        partial.unlink(missing_ok=True)
+        try_to_create(partial)
 
 
 def try_to_create(path: Path) -> None:

@@ -125,7 +125,9 @@ class Launcher:
         """Runs the service to its end; the exit status for the shell."""
         with tempfile.TemporaryDirectory(prefix="polychip-") as folder:
             announce_path = self._announce_path or Path(folder) / "announce.json"
-            await anyio.Path(announce_path).unlink(missing_ok=True)
+            # What a symbolic link leads to: the control plane writes there too.
+            announced = await anyio.Path(announce_path).resolve()
+            await announced.unlink(missing_ok=True)
             control_plane = await start_child(
                 control_plane_command(self._settings, str(announce_path))
             )

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +12,8 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from control_plane.whole_file import try_to_create, try_whole
 from scripts.cli.interruption import EXIT_INTERRUPTED
+from scripts.cli.output_files import output_file
 
 WIDTH_ELSEWHERE = 200
 """Columns of the table where no terminal says how many there are."""
@@ -52,36 +51,6 @@ def json_target(text: str) -> str:
     if text != STANDARD_OUTPUT:
         output_file(text)
     return text
-
-
-def output_file(text: str) -> Path:
-    """A file in a folder that exists: what was measured for minutes must find its place."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise click.BadParameter(f"{text!r} is no file in a folder that exists")
-    with _tried(text):
-        # A pipe or a device cannot be tried without effect.
-        if path.is_file():
-            path.open("ab").close()
-        elif not path.exists():
-            try_to_create(Path(os.path.realpath(path)))
-    return path
-
-
-def replaced_file(text: str) -> Path:
-    """An output file that is replaced as a whole, if it is there; no device or pipe."""
-    path = output_file(text)
-    with _tried(text):
-        try_whole(path)
-    return path
-
-
-@contextmanager
-def _tried(text: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise click.BadParameter(f"{text!r} cannot be written: {error.strerror}") from error
 
 
 def plot_file(text: str) -> Path:

@@ -21,10 +21,10 @@ from scripts.cli.bench_output import (
     numbers_up_to,
     output_options,
     put_out,
-    replaced_file,
     tables_console,
     unwritable,
 )
+from scripts.cli.output_files import replaced_file
 from scripts.cli.serve import settings_of
 from scripts.cli.serve_options import calibrated_options
 from scripts.cli.serving_chips import chip_table, look_at_chips, settle_backends

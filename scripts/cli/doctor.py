@@ -16,8 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from backends.errors import BackendError
 from backends.plugin import AUTO, BackendConfig, ready_backend
 from scripts.checkup import Patient, Say, examine
-from scripts.cli.bench_output import STANDARD_OUTPUT, json_target, output_file, unwritable
+from scripts.cli.bench_output import STANDARD_OUTPUT, json_target, unwritable
 from scripts.cli.chip_options import device_lists, options_of
+from scripts.cli.output_files import output_file
 from scripts.conformance import (
     OUTCOMES,
     Case,

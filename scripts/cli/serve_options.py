@@ -12,6 +12,7 @@ from chip_worker.config import ACQUIRE_DEADLINE_S, CAPTURED_TOKENS, CAPTURED_TOK
 from control_plane import settings
 from control_plane.config import BLOCKS_MAX, SECONDS_MAX, UINT32_MAX
 from scripts.cli.chip_options import CHIPS_MAX, chip_groups
+from scripts.cli.output_files import replaced_file
 from scripts.cli.settings_file import take_settings
 from scripts.topology import PACKAGED_MODELS
 
@@ -170,7 +171,12 @@ NETWORK_OPTIONS = (
         "--api-key-file", type=FILE, help="File with the keys clients may use, one a line."
     ),
     click.option("--join-token-file", type=FILE, help="File with the secret that admits workers."),
-    click.option("--announce", type=FILE, help="File that receives the ports as JSON."),
+    click.option(
+        "--announce",
+        type=replaced_file,
+        metavar="FILE",
+        help="File that receives the ports as JSON.",
+    ),
     LOG_LEVEL_OPTION,
     click.option(
         "--debug-backend",

@@ -93,6 +93,17 @@ def test_it_ends_although_nobody_takes_the_reason(status):
     assert time.monotonic() - began_at < 4.0
 
 
+@pytest.mark.usefixtures("hurried")
+def test_it_ends_although_no_control_plane_ever_listens(monkeypatch, tmp_path):
+    monkeypatch.setattr(unavailable, "LISTENING_DEADLINE_S", 0.2)
+    monkeypatch.setattr(plane_address, "ANNOUNCE_TIMEOUT_S", 0.05)
+    never = replace(config(0), control_plane=f"127.0.0.1:@{tmp_path / 'announce.json'}")
+    told = threading.Thread(target=announce, args=(never, IDENTITY), daemon=True)
+    told.start()
+    told.join(30)
+    assert not told.is_alive()
+
+
 def test_a_chip_that_does_not_open_in_time_ends_the_process_with_the_reason():
     reasons, exits, ended = [], [], threading.Event()
 

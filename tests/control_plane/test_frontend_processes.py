@@ -147,20 +147,34 @@ async def test_a_signal_while_frontends_start_ends_the_service(model, starts):
     assert not [line for line in logs if line["log_level"] in ("warning", "error", "critical")]
 
 
-async def test_workers_are_told_to_leave_though_frontends_do_not_end(model, tmp_path):
+@pytest.mark.parametrize("signals_count", [1, 2])
+async def test_workers_are_told_to_leave_though_frontends_do_not_end(
+    model, tmp_path, signals_count
+):
     with capture_logs() as logs:
         async with counting_service(model, tmp_path, frontends=2, drain_deadline_s=0.1) as s:
             worker = DiallingWorker(s.ports["worker_port"])
             await worker.attach()
             for name in ("frontend0", "frontend1"):
                 os.kill(frontend_pids(logs, name)[0], signal.SIGSTOP)
-            ask_to_stop()
+            for _ in range(signals_count):
+                ask_to_stop()
+                await anyio.sleep(0.5)
             with anyio.fail_after(60):
                 message = await worker.call.read()
             assert message is not grpc.aio.EOF
             assert message.shutdown.reason
             await worker.close()
             assert await s.ends()
+
+
+async def test_a_service_that_cannot_be_announced_ends_with_the_option(model, tmp_path):
+    for path, why in (
+        (tmp_path, "it is no regular file"),
+        (tmp_path / "none" / "file", "No such file or directory"),
+    ):
+        service = service_of(model, frontends=0, announce_path=str(path))
+        assert f"--announce {path} cannot be written: {why}; give a" in await refusal(service)
 
 
 async def test_a_verdict_that_falls_while_nobody_can_watch_is_told_later(model, tmp_path):

@@ -214,7 +214,7 @@ async def test_a_killed_frontend_costs_only_its_own_streams(serving):
                 await s.until_running(len(streams))
                 (pid,) = frontend_pids(logs, "frontend0")
                 os.kill(pid, signal.SIGKILL)
-                # Not before its sockets are closed: until then the system may give them connections.
+                # Until its sockets are closed the system may give them connections.
                 await until(lambda: any(line["event"] == "frontend.lost" for line in logs))
                 # All it asked for is cancelled at once; its clients may hear one after the other.
                 await until(lambda: len(s.core.live) < len(streams))

@@ -1,10 +1,13 @@
 """All that is wrong with the ports is found at once, before anything listens."""
 
+import errno
+import os
 import socket
 from contextlib import ExitStack
 
 import pytest
 
+from control_plane import ports
 from control_plane.config import ControlPlaneConfig
 from control_plane.errors import ConfigurationError
 from control_plane.ports import check_ports
@@ -55,6 +58,21 @@ def test_an_address_of_another_machine_is_the_fault_of_the_host(taken, port) -> 
     assert "--host 192.0.2.1: " in said
     assert "--http-port" not in said
     assert f"--worker-port {taken['worker_port']}" in said
+
+
+def test_a_kind_of_address_that_this_system_lacks_is_the_fault_of_the_host(monkeypatch) -> None:
+    def lacks_ipv6(_family: int) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(ports.socket, "socket", lacks_ipv6)
+    with pytest.raises(ConfigurationError, match="--host ::: Address family not supported"):
+        check_ports(free(host="::"))
+
+
+@pytest.mark.parametrize("host", ["ü..b", "ü" * 70])
+def test_what_is_no_name_of_a_host_is_refused(host) -> None:
+    with pytest.raises(ConfigurationError, match=f"--worker-host {host}: it is no name of a host"):
+        check_ports(free(worker_host=host))
 
 
 @pytest.mark.parametrize(

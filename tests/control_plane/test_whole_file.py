@@ -49,6 +49,14 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path, function):
 
 
 @pytest.mark.parametrize("function", [lambda path: write_whole(path, "new"), try_whole])
+def test_what_a_killed_process_of_this_number_left_is_no_obstacle(tmp_path, function):
+    path = tmp_path / "file"
+    (tmp_path / f".file.{os.getpid()}").write_text("hal")
+    function(path)
+    assert list(tmp_path.iterdir()) == ([path] if path.exists() else [])
+
+
+@pytest.mark.parametrize("function", [lambda path: write_whole(path, "new"), try_whole])
 def test_an_error_names_the_path_that_was_given(tmp_path, function):
     path = tmp_path / "none" / "file"
     with pytest.raises(FileNotFoundError, match=f"'{path}'"):

@@ -1,6 +1,7 @@
 """The command line: settings from options, refusals, exit statuses; commands stay light."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -110,6 +111,8 @@ def test_ctrl_c_is_status_130_however_early_it_comes(
         (["--ageing", "-1"], "--ageing"),
         (["--oldest-prefill-share", "2"], "--oldest-prefill-share"),
         (["--heartbeat-timeout", "0.1"], "heartbeat timeout 0.1 s"),
+        (["--announce", os.devnull], f"'{os.devnull}' cannot be written: it is no regular file"),
+        (["--announce", "none/file"], "is no file in a folder that exists"),
     ],
     ids=str,
 )
