@@ -223,6 +223,7 @@ def load_library() -> ctypes.CDLL:
         ("write_kv", ctypes.c_bool, (pointer, ctypes.POINTER(WriteKV))),
         ("attention_plan", pointer, (pointer, ctypes.POINTER(AttentionStep))),
         ("attention_plan_renew", ctypes.c_bool, (pointer, pointer, ctypes.POINTER(AttentionStep))),
+        ("attention_plan_tokens_spared", number, (pointer,)),
         ("attention_plan_free", None, (pointer,)),
         ("attention", None, (pointer, pointer, ctypes.POINTER(AttentionLayer))),
     ):

@@ -352,6 +352,11 @@ class _AttentionPlan(StepPlan):
         ):
             raise _no_such_block(cache)
 
+    @property
+    def tokens_spared(self) -> int:
+        """Those that are not read for a row, because they were for another one."""
+        return int(self._library.polychip_attention_plan_tokens_spared(self.address))
+
     def _describe(self, cache: PagedKV) -> AttentionStep:
         cached, tables = cache.keys[0], cache.block_tables.contiguous()
         starts, contexts, table_starts = self._kept = [

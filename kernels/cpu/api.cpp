@@ -186,10 +186,18 @@ POLYCHIP_EXPORT bool polychip_attention_plan_renew(const Engine* engine, Attenti
   return plan->within_blocks();
 }
 
+POLYCHIP_EXPORT std::int64_t polychip_attention_plan_tokens_spared(
+    const AttentionPlan* plan) noexcept {
+  return plan->tokens_spared();
+}
+
 POLYCHIP_EXPORT void polychip_attention_plan_free(AttentionPlan* plan) noexcept { delete plan; }
 
 POLYCHIP_EXPORT void polychip_attention(Engine* engine, const AttentionPlan* plan,
                                         const AttentionLayer* layer) noexcept {
   const AttentionKernels kernels = attention_kernels(engine->instructions, plan->step().number);
-  compute(engine, AttentionPieces(*plan, *layer, kernels), AttentionMerge(*plan, *layer, kernels));
+  const AttentionPass &shared = plan->shared(), &own = plan->own();
+  compute(engine, AttentionPieces(*plan, shared, *layer, kernels),
+          AttentionMerge(*plan, shared, *layer, kernels),
+          AttentionPieces(*plan, own, *layer, kernels), AttentionMerge(*plan, own, *layer, kernels));
 }

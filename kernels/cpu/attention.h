@@ -11,6 +11,9 @@
 // Each tile has a softmax of its own, and these are merged in order; what is masked adds exactly
 // nothing. So a query's result is the same to the bit whether it is decoded alone, its tiles by several
 // threads, or in a chunk, and however pieces and groups are cut.
+//
+// Rows that decode behind the same blocks are one piece over what they share, which packs it once for all
+// of them; what each sees behind it goes on from there.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +25,7 @@
 #include "operation.h"
 #include "packed_matrix.h"
 #include "rows.h"
+#include "shared_prefix.h"
 
 namespace polychip {
 
@@ -70,9 +74,17 @@ struct AttentionLayer {
 // they see. With n query heads to the key/value head, pair p is query p / n and the head's number p % n.
 struct AttentionPiece {
   std::int64_t row, kv_head;
+  std::int64_t prefix;  // -1, or a shared one: query i is then that of its row i, and `row` is one of them
   std::int64_t first_pair, pairs;
   std::int64_t first_token, stop_token;  // positions; whole tiles, the last one cut
-  std::int64_t partial;                  // where the results of its tiles go; -1: they are the output
+  std::int64_t partial;                  // where the softmaxes of its tiles go; -1: they are merged
+};
+
+// Pieces that may be computed at the same time.
+struct AttentionPass {
+  std::vector<AttentionPiece> pieces;
+  // What is computed in several pieces of one group each, as if it were one.
+  std::vector<AttentionPiece> merged;
 };
 
 class AttentionPlan {
@@ -85,9 +97,27 @@ class AttentionPlan {
   const AttentionStep& step() const { return step_; }
   // Query heads of each key/value head.
   const std::vector<std::vector<std::int64_t>>& heads() const { return heads_; }
-  const std::vector<AttentionPiece>& pieces() const { return pieces_; }
-  // What is computed in several pieces of one group each, as if it were one.
-  const std::vector<AttentionPiece>& merged() const { return merged_; }
+  // What rows share; it comes first.
+  const AttentionPass& shared() const { return shared_; }
+  const AttentionPass& own() const { return own_; }
+  // Those that need not be read, because they were for another row.
+  std::int64_t tokens_spared() const;
+  // Where a query of a piece is among the step's tokens.
+  std::int64_t token_of(const AttentionPiece& piece, std::int64_t query) const {
+    return piece.prefix < 0 ? step_.query_starts[piece.row] + query
+                            : step_.query_starts[row_of(piece, query)];
+  }
+  std::int64_t row_of(const AttentionPiece& piece, std::int64_t query) const {
+    if (piece.prefix < 0) return piece.row;
+    return prefixes_[static_cast<std::size_t>(piece.prefix)].rows[static_cast<std::size_t>(query)];
+  }
+  // Of a row's query head behind what the row shares: greatest score, sums of weights in parts
+  // [kSumParts], weighted values [columns]. Null if it shares nothing.
+  float* behind_prefix(std::int64_t row, std::int64_t head) const {
+    const std::int64_t place = places_[static_cast<std::size_t>(row)];
+    if (place < 0) return nullptr;
+    return behind_.data() + (place * step_.query_heads + head) * (1 + kSumParts + columns());
+  }
   // Of a tile: greatest scores [kGroupPairs], sums of weights in parts [pairs][kSumParts], weighted
   // values [pairs][columns].
   float* partial(const AttentionPiece& piece, std::int64_t tile) const {
@@ -102,15 +132,26 @@ class AttentionPlan {
   std::int64_t partial_size(std::int64_t pairs) const {
     return kGroupPairs + pairs * (kSumParts + columns());
   }
-  void add(std::int64_t row, std::int64_t kv_head, std::int64_t cost);
-  void add_parts(AttentionPiece piece, std::int64_t parts);
+  // All pairs of a row, or of a prefix's rows, and a key/value head.
+  struct Work {
+    std::int64_t row, kv_head, prefix;
+    std::int64_t pairs, tokens;
+  };
+  std::int64_t tokens_seen(std::int64_t row) const;
+  void cut(const std::vector<Work>& works, int threads, AttentionPass& pass);
+  void add(const Work& work, std::int64_t cost, AttentionPass& pass);
+  void add_parts(AttentionPiece piece, std::int64_t parts, AttentionPass& pass);
+  AttentionPiece piece_of(const Work& work, std::int64_t first_pair, std::int64_t pairs) const;
 
   AttentionStep step_;
   std::int64_t tile_tokens_;
   std::vector<std::vector<std::int64_t>> heads_;
-  std::vector<AttentionPiece> pieces_;
-  std::vector<AttentionPiece> merged_;
+  std::vector<SharedPrefix> prefixes_;
+  std::vector<std::int64_t> prefix_tokens_;  // [rows]; 0 of one that shares nothing
+  std::vector<std::int64_t> places_;         // [rows], in what is behind prefixes; -1
+  AttentionPass shared_, own_;
   mutable std::vector<float> partials_;
+  mutable std::vector<float> behind_;
 };
 
 // Position of the first token that a row's query sees.
@@ -126,8 +167,10 @@ void* scratch_of_thread(std::size_t bytes);
 struct AttentionKernels {
   // A multiple of kTileStep; whatever has one softmax.
   std::int64_t tile_tokens;
-  void (*piece)(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index);
-  void (*merge)(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index);
+  void (*piece)(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+                std::int64_t index);
+  void (*merge)(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+                std::int64_t index);
 };
 
 AttentionKernels attention_kernels(Instructions instructions, Number number);
@@ -147,26 +190,30 @@ extern const AttentionKernels kAttentionKernels;
 
 class AttentionPieces final : public Operation {
  public:
-  AttentionPieces(const AttentionPlan& plan, const AttentionLayer& layer, AttentionKernels kernels)
-      : plan_(plan), layer_(layer), kernels_(kernels) {}
-  std::int32_t items() const override { return static_cast<std::int32_t>(plan_.pieces().size()); }
-  void compute(std::int32_t item) const override { kernels_.piece(plan_, layer_, item); }
+  AttentionPieces(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+                  AttentionKernels kernels)
+      : plan_(plan), pass_(pass), layer_(layer), kernels_(kernels) {}
+  std::int32_t items() const override { return static_cast<std::int32_t>(pass_.pieces.size()); }
+  void compute(std::int32_t item) const override { kernels_.piece(plan_, pass_, layer_, item); }
 
  private:
   const AttentionPlan& plan_;
+  const AttentionPass& pass_;
   AttentionLayer layer_;
   AttentionKernels kernels_;
 };
 
 class AttentionMerge final : public Operation {
  public:
-  AttentionMerge(const AttentionPlan& plan, const AttentionLayer& layer, AttentionKernels kernels)
-      : plan_(plan), layer_(layer), kernels_(kernels) {}
-  std::int32_t items() const override { return static_cast<std::int32_t>(plan_.merged().size()); }
-  void compute(std::int32_t item) const override { kernels_.merge(plan_, layer_, item); }
+  AttentionMerge(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+                 AttentionKernels kernels)
+      : plan_(plan), pass_(pass), layer_(layer), kernels_(kernels) {}
+  std::int32_t items() const override { return static_cast<std::int32_t>(pass_.merged.size()); }
+  void compute(std::int32_t item) const override { kernels_.merge(plan_, pass_, layer_, item); }
 
  private:
   const AttentionPlan& plan_;
+  const AttentionPass& pass_;
   AttentionLayer layer_;
   AttentionKernels kernels_;
 };

@@ -88,6 +88,7 @@ class Piece {
   void compute(const AttentionPiece* following) {
     [[maybe_unused]] const typename Form::Registers registers{};
     begin();
+    if (piece_.partial < 0) take_up();
     Tokens located[2];
     locate(piece_, piece_.first_token, located[0]);
     int place = 0;
@@ -104,12 +105,13 @@ class Piece {
       attend(tile);
       place = 1 - place;
     }
-    if (piece_.partial < 0) put_output();
+    if (piece_.partial < 0) put_result();
   }
 
-  // What its parts kept becomes the output.
+  // What its parts kept becomes the result.
   void merge() {
     clear();
+    take_up();
     const std::int64_t tokens = piece_.stop_token - piece_.first_token;
     for (std::int64_t tile = 0; tile * kTileTokens < tokens; ++tile) {
       for (std::int64_t pair = 0; pair < piece_.pairs; pair += kPairsAtOnce) {
@@ -117,7 +119,7 @@ class Piece {
         merge_into(so_far(pair), kept(tile, pair), pairs, columns_);
       }
     }
-    put_output();
+    put_result();
   }
 
  private:
@@ -145,6 +147,7 @@ class Piece {
     return {seen_by_query(piece.row, tile, query_of(piece, first_pair)).first,
             seen_by_query(piece.row, tile, query_of(piece, last_pair)).stop};
   }
+  // What rows share each of their queries sees whole, so any number is right for it.
   Span seen_by_query(std::int64_t row, std::int64_t tile, std::int64_t query) const {
     const std::int64_t stop = step_.context_starts[row] + query + 1;
     return {std::clamp<std::int64_t>(oldest_seen(step_, row, query) - tile, 0, kTileTokens),
@@ -153,12 +156,15 @@ class Piece {
   static Span in_steps(Span span) {
     return {span.first / kTileStep * kTileStep, rounded_up(span.stop, kTileStep)};
   }
+  std::int64_t head_of(std::int64_t pair) const {
+    const auto number = static_cast<std::size_t>(piece_.first_pair + pair) % heads_.size();
+    return heads_[number];
+  }
   template <typename T>
   T* numbers_of(const Rows& rows, std::int64_t pair) const {
-    const auto heads = static_cast<std::int64_t>(heads_.size());
-    const std::int64_t head = heads_[static_cast<std::size_t>((piece_.first_pair + pair) % heads)];
-    const std::int64_t token = step_.query_starts[piece_.row] + query_of(piece_, pair);
-    return static_cast<T*>(rows.numbers) + token * rows.outer_stride + head * rows.inner_stride;
+    const std::int64_t token = plan_.token_of(piece_, query_of(piece_, pair));
+    return static_cast<T*>(rows.numbers) + token * rows.outer_stride +
+           head_of(pair) * rows.inner_stride;
   }
 
   Softmaxes so_far(std::int64_t pair) {
@@ -184,6 +190,39 @@ class Piece {
     std::fill_n(scratch_.greatest, pairs, kNever);
     std::memset(scratch_.sums, 0, pairs * kSumParts * sizeof(float));
     std::memset(scratch_.output, 0, pairs * static_cast<std::size_t>(columns_) * sizeof(float));
+  }
+
+  // Goes on from what rows shared, if they did.
+  void take_up() {
+    if (piece_.prefix < 0 && plan_.behind_prefix(piece_.row, 0) != nullptr) {
+      each_behind([](float* behind, float* own, std::int64_t count) { copy(behind, own, count); });
+    }
+  }
+
+  // The piece's softmaxes, which are over all that its pairs see or over what rows share.
+  void put_result() {
+    if (piece_.prefix < 0) {
+      put_output();
+    } else {
+      each_behind([](float* behind, float* own, std::int64_t count) { copy(own, behind, count); });
+    }
+  }
+
+  static void copy(const float* from, float* to, std::int64_t count) {
+    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+  }
+
+  // Calls `move` for what is behind a prefix of each pair, and for the pair's own.
+  template <typename Move>
+  void each_behind(Move move) {
+    for (std::int64_t pair = 0; pair < piece_.pairs; ++pair) {
+      float* behind =
+          plan_.behind_prefix(plan_.row_of(piece_, query_of(piece_, pair)), head_of(pair));
+      const Softmaxes own = so_far(pair);
+      move(behind, own.greatest, 1);
+      move(behind + 1, own.sums, kSumParts);
+      move(behind + 1 + kSumParts, own.values, columns_);
+    }
   }
 
   void begin() {
@@ -392,13 +431,15 @@ class Piece {
 };
 
 template <typename Form>
-void compute_piece(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
-  const AttentionPiece* pieces = plan.pieces().data();
-  const bool last = index + 1 == static_cast<std::int64_t>(plan.pieces().size());
+void compute_piece(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+                   std::int64_t index) {
+  const AttentionPiece* pieces = pass.pieces.data();
+  const bool last = index + 1 == static_cast<std::int64_t>(pass.pieces.size());
   Piece<Form>(plan, layer, pieces[index]).compute(last ? nullptr : &pieces[index + 1]);
 }
 
 template <typename Form>
-void merge_parts(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
-  Piece<Form>(plan, layer, plan.merged()[static_cast<std::size_t>(index)]).merge();
+void merge_parts(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+                 std::int64_t index) {
+  Piece<Form>(plan, layer, pass.merged[static_cast<std::size_t>(index)]).merge();
 }

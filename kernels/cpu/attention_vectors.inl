@@ -165,27 +165,29 @@ struct Narrow : Pairs {
 };
 #endif
 
-void piece(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
+void piece(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+           std::int64_t index) {
   if (plan.step().number == Number::kFloat32) {
-    compute_piece<Wide<float>>(plan, layer, index);
+    compute_piece<Wide<float>>(plan, pass, layer, index);
     return;
   }
 #if defined(__AVX512BF16__)
   // While AMD's Zen 4 multiplies one number of float32 it multiplies a pair, Intel's Sapphire Rapids a
   // quarter of one.
   if (__builtin_cpu_is("amd")) {
-    compute_piece<Narrow>(plan, layer, index);
+    compute_piece<Narrow>(plan, pass, layer, index);
     return;
   }
 #endif
-  compute_piece<Wide<std::uint16_t>>(plan, layer, index);
+  compute_piece<Wide<std::uint16_t>>(plan, pass, layer, index);
 }
 
-void merge(const AttentionPlan& plan, const AttentionLayer& layer, std::int64_t index) {
+void merge(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
+           std::int64_t index) {
   if (plan.step().number == Number::kFloat32) {
-    merge_parts<Wide<float>>(plan, layer, index);
+    merge_parts<Wide<float>>(plan, pass, layer, index);
   } else {
-    merge_parts<Wide<std::uint16_t>>(plan, layer, index);
+    merge_parts<Wide<std::uint16_t>>(plan, pass, layer, index);
   }
 }
 

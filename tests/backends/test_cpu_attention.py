@@ -83,8 +83,22 @@ class Requests:
             self.arena[blocks, 0, places % block_tokens] = self.keys[request]
             self.arena[blocks, 1, places % block_tokens] = self.values[request]
 
+    def branch(self, request, other, tokens):
+        """The first tokens of another request become the request's, in the same blocks."""
+        blocks = tokens // self.arena.shape[2]
+        self.tables[request][:blocks] = self.tables[other][:blocks]
+        for every in (self.keys, self.values):
+            every[request][:tokens] = every[other][:tokens]
+
     def _numbers(self, dtype, *shape):
         return torch.randn(shape, generator=self.generator).to(dtype)
+
+    def spared(self, attention, rows, window=0):
+        """Tokens of a step that are not read for a row, because they were for another one."""
+        cache, queries = self.step(rows)
+        attention(cache, 0, queries, self.q_to_kv, self.scale, window, 0.0)
+        (plan,) = cache.step_cache.values()
+        return plan.tokens_spared
 
     def step(self, rows):
         """Cache and queries of a step with rows of (request, context, queries)."""
@@ -211,6 +225,67 @@ def check_near(kernels, requests, window, soft_cap):
         assert native.isfinite().all(), row
         # Weights are rounded to the cache's numbers: torch does not do it for scores with a cap.
         assert rms(native - exact) < 2 * rms(other - exact) + 1e-7, row
+
+
+SYSTEM, FAMILY = 128, 512
+FAMILIES = [0] * 3 + [3] * 2 + [5, 6]
+"""Of each request the first one of its family; all have the same SYSTEM first tokens."""
+
+
+def families(dtype, heads, head_size, lengths):
+    requests = Requests(dtype, lengths, heads, head_size)
+    for request, first in enumerate(FAMILIES):
+        requests.branch(request, 0, SYSTEM)
+        if lengths[request] >= FAMILY:
+            requests.branch(request, first, FAMILY)
+    return requests
+
+
+@every_dtype
+@pytest.mark.parametrize("threads", [1, 7])
+@pytest.mark.parametrize(
+    ("heads", "head_size"), [((9, 3), 64), ((8, 8), 40), ((80, 1), 256), ((4, 1), 128)], ids=str
+)
+def test_rows_behind_one_prefix_give_what_they_give_alone(
+    instructions, kernels, dtype, threads, heads, head_size
+):
+    """Also of more query heads than a piece has room for, and where threads share its tiles."""
+    others = NativeKernels(Engine(threads, instructions), None)
+    lengths = [700, 513, 1100, 640, 600, 129, 200]
+    requests = families(dtype, heads, head_size, lengths)
+    rows = [(request, length - 1, 1) for request, length in enumerate(lengths)]
+    rows += [(0, 600, 1), (2, 1000, 30), (6, 0, 130), (5, 127, 1)]
+    alone = [requests.attend(kernels.attention, [row])[0] for row in rows]
+    rng = random.Random(threads)
+    for company in (range(len(rows)), *(rng.sample(range(len(rows)), 6) for _ in range(3))):
+        some = [rows[each] for each in company]
+        for row, each, found in zip(
+            some, company, requests.attend(others.attention, some), strict=True
+        ):
+            assert torch.equal(found, alone[each]), f"row {row} of {some}"
+
+
+def test_a_prefix_is_read_once_for_all_rows_behind_it(kernels):
+    lengths = [700, 550, 1100, 640, 600, 129, 200]
+    requests = families(torch.float32, (2, 1), 16, lengths)
+    last = [(request, length - 1, 1) for request, length in enumerate(lengths)]
+
+    def spared(*rows, window=0):
+        return requests.spared(kernels.attention, rows, window)
+
+    assert spared(last[0]) == 0
+    assert spared(*last[:3]) == 2 * FAMILY
+    # Who shares little with them leaves them what they share, and has others to share it with.
+    assert spared(*last[:3], last[5]) == 2 * FAMILY
+    assert spared(*last) == 3 * FAMILY + SYSTEM
+    # Two that share more join many others, if more is spared so.
+    many = [(0, 256, 1)] * 8
+    assert spared(*last[:2], *many) == FAMILY + 7 * 256
+    assert spared((0, 400, 1), (1, 400, 1), *many) == 9 * 256
+    # Only whole tiles that each sees to their end, and only of those that decode.
+    assert spared((0, 63, 1), (1, 63, 1)) == 0
+    assert spared((0, 600, 2), (1, 540, 1), (2, 600, 3)) == 0
+    assert spared(*last, window=5000) == 0
 
 
 @every_dtype
