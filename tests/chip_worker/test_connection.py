@@ -292,7 +292,7 @@ def test_a_worker_without_answered_heartbeats_gives_its_epoch_up(plane, worker, 
     worker.session.wait_for(ResetEpoch)
     assert stream.read() is None
     if how == "unanswered":
-        assert 0.3 < time.monotonic() - began_at < 2.0
+        assert 0.3 < time.monotonic() - began_at < 10.0
     plane.answers_heartbeats = plane.knows_workers = True
     plane.next_stream()
 
@@ -339,7 +339,7 @@ def test_a_worker_leaves_even_if_nobody_answers(plane, tmp_path):
     wait_until(lambda: len(plane.hellos) >= 2)
     began_at = time.monotonic()
     worker.stop()
-    assert time.monotonic() - began_at < 1.0
+    assert time.monotonic() - began_at < 5.0
     assert worker.state()["state"] == "leaving"
 
 
@@ -426,7 +426,7 @@ def test_a_rank_that_hangs_while_its_group_forms_has_its_own_time(
     stream.send(reset=worker_pb2.ResetEpoch(term=TERM, group_epoch=1))
     if exits:
         wait_until(lambda: worker.exits == exits)
-        assert time.monotonic() - began_at < 1.0
+        assert time.monotonic() - began_at < 5.0
     else:
         time.sleep(1.0)
         assert worker.exits == []

@@ -346,13 +346,14 @@ def check_ready(model_path, kv_blocks, form):
     assert isinstance(rank.last, Ready), rank.last
 
 
-def test_a_token_whose_weights_rule_it_out_is_no_mistake(path):
+@pytest.mark.parametrize("great", [1, 2, 7])
+def test_a_token_whose_weights_rule_it_out_is_no_mistake(path, great):
     rank = open_rank(path)
     rank.session.handle(form_command())
     # What is loaded stays for the next epoch of the same shard.
     head, device = rank.session._loader.loaded.weights.head, rank.session._device
     row = device.read_rows(head, [5])
-    row[:, :2] = -3e38
+    row[:, :great] = -3e38
     device.write_rows(head, 5, row)
     rank.session.handle(form_command(epoch=2))
     rank.session.close()
