@@ -1,3 +1,3 @@
 #define POLYCHIP_ISA portable
-#define POLYCHIP_ISA_ROWS 4
+#define POLYCHIP_ISA_SUMS 12
 #include "linear_panel.inl"
