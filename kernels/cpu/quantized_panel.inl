@@ -35,6 +35,109 @@ struct Group {
   std::int32_t excess[kRows];
 };
 
+template <typename Kind, int kRows>
+inline Group<kRows> group_of(const Activations& activations, std::int64_t first, std::int64_t place) {
+  Group<kRows> group;
+  for (int row = 0; row < kRows; ++row) {
+    group.numbers[row] = activations.numbers(first + row) + place * kGroupColumns;
+    group.excess[row] = Kind::kOffset * activations.sums(first + row)[place];
+  }
+  return group;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Eight rows of the panel at a time, for want of registers: the compiler keeps wider sums in memory.
+constexpr int kWidth = 8;
+typedef std::uint16_t RegisterHalves __attribute__((vector_size(kRegisterBytes / 2)));
+
+inline RegisterFloats scales_at(const std::byte* halves) {
+  return from_halves<RegisterFloats, RegisterBits, RegisterHalves>(halves);
+}
+
+// The sums of products of a group with eight rows, as float32, in which they are exact.
+template <typename Kind, int kRows>
+inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
+                     const Group<kRows>& group) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  const auto all_of_step = [&](int row, int place) {
+    return _mm256_set1_epi32(load<std::int32_t>(group.numbers[row] + place));
+  };
+  __m256i sums[kRows];
+  if constexpr (Kind::kBits == 8) {
+    for (int row = 0; row < kRows; ++row) sums[row] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step, weights += 128) {
+      // The weight's sign goes to the activation: 2 * 128 * 127 fits 16 bits, 2 * 255 * 127 not.
+      const __m256i number = _mm256_xor_si256(load<__m256i>(weights), _mm256_set1_epi8(-128));
+      const __m256i size = _mm256_abs_epi8(number);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i x = _mm256_sign_epi8(all_of_step(row, step * kStepBytes), number);
+        const __m256i pairs = _mm256_maddubs_epi16(size, x);
+        sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs, ones));
+      }
+    }
+  } else {
+    // 8 * 2 * 15 * 127 fits 16 bits.
+    __m256i pairs[kRows];
+    for (int row = 0; row < kRows; ++row) pairs[row] = _mm256_setzero_si256();
+    const __m256i mask = _mm256_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int step = 0; step < kSteps / 2; ++step, weights += 128) {
+      const __m256i both = load<__m256i>(weights);
+      const __m256i lower = _mm256_and_si256(both, mask);
+      const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m256i x = all_of_step(row, step * kStepBytes);
+        const __m256i y = all_of_step(row, kHalfBytes + step * kStepBytes);
+        pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(lower, x));
+        pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(upper, y));
+      }
+    }
+    for (int row = 0; row < kRows; ++row) {
+      sums[row] = _mm256_sub_epi32(_mm256_madd_epi16(pairs[row], ones),
+                                   _mm256_set1_epi32(group.excess[row]));
+    }
+  }
+  for (int row = 0; row < kRows; ++row) dots[row] = _mm256_cvtepi32_ps(sums[row]);
+}
+
+template <typename Kind, int kRows>
+void compute_rows(const Product& product, const Activations& activations, std::int32_t panel,
+                  std::int64_t first) {
+  alignas(64) float found[kRows][kPanelRows];
+  for (std::int64_t begin = 0; begin < kPanelRows; begin += kWidth) {
+    const std::byte* weights = product.weight->panel(panel);
+    RegisterFloats sums[kRows] = {};
+    for (std::int64_t place = 0; place < activations.groups(); ++place) {
+      for (std::size_t line = 0; begin == 0 && line < kGroupBytes<Kind>; line += 64) {
+        __builtin_prefetch(weights + kAheadBytes + line);
+      }
+      const auto group = group_of<Kind, kRows>(activations, first, place);
+      RegisterFloats dots[kRows];
+      multiply<Kind, kRows>(dots, weights + kStepBytes * begin, group);
+      const std::byte* scales = weights + kNumbersBytes<Kind> + sizeof(std::uint16_t) * begin;
+      const RegisterFloats scale = scales_at(scales);
+      for (int row = 0; row < kRows; ++row) {
+        const float all = activations.scales(first + row)[place];
+        sums[row] += dots[row] * (scale * (all - RegisterFloats{}));
+        if constexpr (Kind::kMinima) {
+          const auto least = scales_at(scales + 2 * kPanelRows);
+          const float size = all * static_cast<float>(activations.sums(first + row)[place]);
+          sums[row] += least * (size - RegisterFloats{});
+        }
+      }
+      weights += kGroupBytes<Kind>;
+    }
+    for (int row = 0; row < kRows; ++row) std::memcpy(found[row] + begin, &sums[row], sizeof(sums[row]));
+  }
+  for (int row = 0; row < kRows; ++row) {
+    const Sums sums{load<Floats>(found[row]), load<Floats>(found[row] + kLanes)};
+    store(product, first + row, std::int64_t{panel} * kPanelRows, sums);
+  }
+}
+#else
 // The sums of products of a group with the panel's 32 rows, as float32, in which they are exact.
 template <typename Kind, int kRows>
 inline void multiply(Sums (&dots)[kRows], const std::byte* weights, const Group<kRows>& group) {
@@ -67,56 +170,6 @@ inline void multiply(Sums (&dots)[kRows], const std::byte* weights, const Group<
   for (int row = 0; row < kRows; ++row) {
     dots[row].low = __builtin_convertvector(reinterpret_cast<Ints>(low[row]), Floats);
     dots[row].high = __builtin_convertvector(reinterpret_cast<Ints>(high[row]), Floats);
-  }
-#elif defined(__AVX2__)
-  const __m256i ones = _mm256_set1_epi16(1);
-  const auto all_of_step = [&](int row, int place) {
-    return _mm256_set1_epi32(load<std::int32_t>(group.numbers[row] + place));
-  };
-  // Eight rows of the panel at a time, for want of registers.
-  for (int part = 0; part < 4; ++part) {
-    __m256i sums[kRows];
-    const std::byte* from = weights + part * 32;
-    if constexpr (Kind::kBits == 8) {
-      for (int row = 0; row < kRows; ++row) sums[row] = _mm256_setzero_si256();
-      for (int step = 0; step < kSteps; ++step, from += 128) {
-        // The weight's sign goes to the activation: 2 * 128 * 127 fits 16 bits, 2 * 255 * 127 not.
-        const __m256i number = _mm256_xor_si256(load<__m256i>(from), _mm256_set1_epi8(-128));
-        const __m256i size = _mm256_abs_epi8(number);
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          const __m256i x = _mm256_sign_epi8(all_of_step(row, step * kStepBytes), number);
-          const __m256i pairs = _mm256_maddubs_epi16(size, x);
-          sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs, ones));
-        }
-      }
-    } else {
-      // 8 * 2 * 15 * 127 fits 16 bits.
-      __m256i pairs[kRows];
-      for (int row = 0; row < kRows; ++row) pairs[row] = _mm256_setzero_si256();
-      const __m256i mask = _mm256_set1_epi8(15);
-      for (int step = 0; step < kSteps / 2; ++step, from += 128) {
-        const __m256i both = load<__m256i>(from);
-        const __m256i lower = _mm256_and_si256(both, mask);
-        const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          const __m256i x = all_of_step(row, step * kStepBytes);
-          const __m256i y = all_of_step(row, kHalfBytes + step * kStepBytes);
-          pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(lower, x));
-          pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(upper, y));
-        }
-      }
-      for (int row = 0; row < kRows; ++row) {
-        sums[row] = _mm256_sub_epi32(_mm256_madd_epi16(pairs[row], ones),
-                                     _mm256_set1_epi32(group.excess[row]));
-      }
-    }
-    for (int row = 0; row < kRows; ++row) {
-      const __m256 found = _mm256_cvtepi32_ps(sums[row]);
-      std::memcpy(reinterpret_cast<std::byte*>(&dots[row]) + part * sizeof(found), &found,
-                  sizeof(found));
-    }
   }
 #else
   for (int row = 0; row < kRows; ++row) {
@@ -154,11 +207,7 @@ void compute_rows(const Product& product, const Activations& activations, std::i
     for (std::size_t line = 0; line < kGroupBytes<Kind>; line += 64) {
       __builtin_prefetch(weights + kAheadBytes + line);
     }
-    Group<kRows> group;
-    for (int row = 0; row < kRows; ++row) {
-      group.numbers[row] = activations.numbers(first + row) + place * kGroupColumns;
-      group.excess[row] = Kind::kOffset * activations.sums(first + row)[place];
-    }
+    const auto group = group_of<Kind, kRows>(activations, first, place);
     Sums dots[kRows];
     multiply<Kind, kRows>(dots, weights, group);
     const Scales<Kind> scales(weights);
@@ -172,6 +221,7 @@ void compute_rows(const Product& product, const Activations& activations, std::i
     store(product, first + row, std::int64_t{panel} * kPanelRows, sums[row]);
   }
 }
+#endif
 
 template <typename Kind, int kRows>
 void compute_at_most(const Product& product, const Activations& activations, std::int32_t panel,
