@@ -9,7 +9,7 @@ BUILD_VARIABLE = "POLYCHIP_KERNELS_BUILD"
 """Names a folder with another build of them, such as one with sanitizers."""
 _BUILD = os.environ.get(BUILD_VARIABLE)  # noqa: TID251 - of whatever process loads them, tests' too
 LIBRARY_PATH = Path(_BUILD or Path(__file__).parent / "cpu" / "build") / "libpolychip_kernels.so"
-VERSION = 5
+VERSION = 6
 """The interface its callers were written for; kVersion in kernels/cpu/api.cpp."""
 
 

@@ -354,7 +354,7 @@ class _AttentionPlan(StepPlan):
 
     @property
     def tokens_spared(self) -> int:
-        """Those that are not read for a row, because they were for another one."""
+        """Those that are not read for a row, because they were for another one; tests ask."""
         return int(self._library.polychip_attention_plan_tokens_spared(self.address))
 
     def _describe(self, cache: PagedKV) -> AttentionStep:

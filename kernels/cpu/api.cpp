@@ -14,7 +14,7 @@
 using namespace polychip;
 
 // Changes with this interface.
-constexpr std::int32_t kVersion = 5;
+constexpr std::int32_t kVersion = 6;
 
 POLYCHIP_EXPORT std::int32_t polychip_kernels_version() noexcept { return kVersion; }
 

@@ -106,7 +106,14 @@ void AttentionPlan::add(const Work& work, std::int64_t cost, AttentionPass& pass
 
 AttentionPiece AttentionPlan::piece_of(const Work& work, std::int64_t first_pair,
                                        std::int64_t pairs) const {
-  AttentionPiece piece{work.row, work.kv_head, work.prefix, first_pair, pairs, 0, work.tokens, -1};
+  AttentionPiece piece{};
+  piece.row = work.row;
+  piece.kv_head = work.kv_head;
+  piece.prefix = work.prefix;
+  piece.first_pair = first_pair;
+  piece.pairs = pairs;
+  piece.stop_token = work.tokens;
+  piece.partial = -1;
   if (work.prefix >= 0) return piece;
   const auto heads = static_cast<std::int64_t>(heads_[static_cast<std::size_t>(work.kv_head)].size());
   const std::int64_t oldest = oldest_seen(step_, work.row, first_pair / heads);

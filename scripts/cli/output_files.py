@@ -12,9 +12,7 @@ from control_plane.whole_file import try_to_create, try_whole
 
 def output_file(text: str) -> Path:
     """A file in a folder that exists: what was measured for minutes must find its place."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise click.BadParameter(f"{text!r} is no file in a folder that exists")
+    path = _in_folder(text)
     with _tried(text):
         # A pipe or a device cannot be tried without effect.
         if path.is_file():
@@ -26,9 +24,17 @@ def output_file(text: str) -> Path:
 
 def replaced_file(text: str) -> Path:
     """An output file that is replaced as a whole, if it is there; no device or pipe."""
-    path = output_file(text)
+    path = _in_folder(text)
     with _tried(text):
         try_whole(path)
+    return path
+
+
+def _in_folder(text: str) -> Path:
+    path = Path(text)
+    with _tried(text):
+        if path.is_dir() or not path.parent.is_dir():
+            raise click.BadParameter(f"{text!r} is no file in a folder that exists")
     return path
 
 

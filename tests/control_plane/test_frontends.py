@@ -32,7 +32,7 @@ from tests.fakes.counting_service import (
 pytestmark = pytest.mark.anyio
 
 CONNECTIONS = 12
-LONG = 150
+LONG = 250
 """Tokens of a stream that is still running when something happens."""
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 

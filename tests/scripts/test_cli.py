@@ -113,6 +113,7 @@ def test_ctrl_c_is_status_130_however_early_it_comes(
         (["--heartbeat-timeout", "0.1"], "heartbeat timeout 0.1 s"),
         (["--announce", os.devnull], f"'{os.devnull}' cannot be written: it is no regular file"),
         (["--announce", "none/file"], "is no file in a folder that exists"),
+        (["--announce", "x" * 300], "cannot be written: File name too long"),
     ],
     ids=str,
 )
