@@ -6,8 +6,7 @@ epoch is over.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from typing_extensions import override
@@ -115,13 +114,13 @@ class Communicator(ABC):
         """
         return FUSED_BYTES_MAX
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
+    def group(self) -> AbstractContextManager[None]:
         """Operations inside may be fused by dtype and operation; flushed at exit, in program order.
 
-        Default: nothing is fused.
+        As outside, a tensor may be used again once its operation is waited for. Default: nothing is
+        fused.
         """
-        yield
+        return nullcontext()
 
     def abort(self) -> None:  # noqa: B027 - optional
         """Makes pending operations fail soon, from any thread; default: at their deadline."""
@@ -143,10 +142,8 @@ class ForwardingCommunicator(Communicator):
         return self._inner.fused_bytes_max
 
     @override
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        with self._inner.group():
-            yield
+    def group(self) -> AbstractContextManager[None]:
+        return self._inner.group()
 
     @override
     def abort(self) -> None:

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from backends.errors import BackendError
-from backends.fusion import FusedCommunicator
+from backends.fusion import compose
 from backends.interface import BackendConfig, Communicator, Device, GroupPlace, open_runtime
 from backends.plugin import find_backend
 
@@ -52,7 +52,7 @@ class SmallMessages:
     """Small sums one way, in microseconds for all of them.
 
     apart: each waited for before the next. together: all submitted, then waited for. packed: in a
-    group of a FusedCommunicator, which copies them into one message.
+    group of the communicator a worker computes with, which makes one message of them.
     """
 
     way: str
@@ -155,7 +155,7 @@ def _measure_small(
     way: str, device: Device, communicator: Communicator, runs: int
 ) -> SmallMessages:
     tensors = [device.to_chip(torch.zeros(SMALL_ELEMENTS)) for _ in range(SMALL_MESSAGES)]
-    fused = FusedCommunicator(communicator, device)
+    composed = compose(communicator, device, checked=False)
 
     def apart() -> None:
         for tensor in tensors:
@@ -166,8 +166,8 @@ def _measure_small(
             work.wait()
 
     def packed() -> None:
-        with fused.group():
-            works = [fused.all_reduce(tensor) for tensor in tensors]
+        with composed.group():
+            works = [composed.all_reduce(tensor) for tensor in tensors]
         for work in works:
             work.wait()
 

@@ -2,8 +2,11 @@
 
 import ctypes
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 
@@ -36,6 +39,12 @@ _ERRORS: dict[FailureKind, type[CommunicatorError]] = {
 _STATUSES = tuple(Status)
 _REASON_BYTES = 512
 _RING_BYTES_MIN = 4 << 10
+
+
+@cache
+def _words_packer(count: int) -> Callable[..., bytes]:
+    """Packs so many unsigned integers of 64 bits; cheaper than an array made of them."""
+    return Struct(f"{count}Q").pack
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class SharedMemoryEnd:
         # Read without a call: asked before and after nearly every operation.
         self._oldest = ctypes.c_uint64.from_address(library.oldest(self._pointer))
         self._called_ns = ctypes.c_int64.from_address(library.called_ns(self._pointer))
-        self._held: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._held: deque[tuple[int, Sequence[torch.Tensor]]] = deque()
 
     def __del__(self) -> None:
         # It joins the native thread, so that nothing uses the tensors or the mapping after this.
@@ -125,20 +134,44 @@ class SharedMemoryEnd:
 
         code: from `operation_code`. part_bytes: Operation::bytes in native/operation.h.
         """
-        held = self._held
-        while held and held[0][0] < self._oldest.value:
-            held.popleft()
+        self._let_go()
         try:
             number: int = self._submit(
                 self._pointer, code, source.data_ptr(), target.data_ptr(), part_bytes
             )
             if number >= self._oldest.value:
-                held.append((number, source, target))
+                self._held.append((number, (source, target)))
         except BaseException:
             # An interrupt in between: nobody would hold the tensors, nor know the operation.
             self.abort()
             raise
         return number
+
+    def submit_sums(self, code: int, tensors: Sequence[torch.Tensor]) -> int:
+        """Sums each tensor in place, small neighbours as one message. The number of the last
+        operation, with which all are done; 0 if the communicator is broken.
+
+        code: of a sum of their dtype.
+        """
+        self._let_go()
+        count = len(tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        words = _words_packer(2 * count)(*addresses, *[tensor.nbytes for tensor in tensors])
+        try:
+            number: int = self._library.submit_sums(self._pointer, code, words, count)
+            if number >= self._oldest.value:
+                self._held.append((number, tensors))
+        except BaseException:
+            # As above.
+            self.abort()
+            raise
+        return number
+
+    def _let_go(self) -> None:
+        """Of tensors that nothing touches any more."""
+        held = self._held
+        while held and held[0][0] < self._oldest.value:
+            held.popleft()
 
     def repeated_call(
         self, code: int, source: torch.Tensor, target: torch.Tensor, part_bytes: int

@@ -12,7 +12,7 @@ import torch
 from backends.errors import BackendUnavailable
 
 LIBRARY_PATH = Path(__file__).parent / "native" / "build" / "libpolychip_collectives.so"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """The layout this module was written for; kLayoutVersion in native/layout.h."""
 
 RANKS_MAX = 64
@@ -128,6 +128,10 @@ _FUNCTIONS = {
     "nonce": (ctypes.c_uint64, (_POINTER, _RANK)),
     "start": (ctypes.c_bool, (_POINTER,)),
     "submit": (_NUMBER, (_POINTER, ctypes.c_uint64, _POINTER, _POINTER, ctypes.c_uint64)),
+    "submit_sums": (
+        _NUMBER,
+        (_POINTER, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64),
+    ),
     "poll": (ctypes.c_int32, (_POINTER, _NUMBER)),
     "wait": (ctypes.c_int32, (_POINTER, _NUMBER, ctypes.c_int64)),
     "call": (ctypes.c_int32, (_POINTER,)),
@@ -163,6 +167,7 @@ class Library:
         self.nonce = loaded.polychip_nonce
         self.start = loaded.polychip_start
         self.submit = loaded.polychip_submit
+        self.submit_sums = loaded.polychip_submit_sums
         self.poll = loaded.polychip_poll
         self.wait = loaded.polychip_wait
         self.call_address: int = ctypes.cast(loaded.polychip_call, _POINTER).value or 0

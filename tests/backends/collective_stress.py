@@ -31,7 +31,9 @@ from backends.interface import GroupPlace
 DEADLINE_S = 60.0
 ENDLESS_STEP_DEADLINE_S = 6.0
 """Well beyond the 4 s in which a rank must notice that another stands still."""
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message", "message")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message", "message", "group")
+GROUP_MAX = 6
+"""A group counts as one operation."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8)
 SIZES = {
     "whole": SharedMemorySettings(),
@@ -93,7 +95,16 @@ class Program:
         start = draw.randrange(pool.length - world_size * length)
         root, step = draw.randrange(world_size), draw.randrange(1, world_size)
         part = slice(start, start + length)
-        if kind == "all_reduce":
+        if kind == "group":
+            # Of one dtype after another, many small ones among them.
+            pools = [draw.choice(self._pools) for _ in range(draw.randrange(1, GROUP_MAX))]
+            sizes = [draw.choice(LENGTHS) for _ in pools]
+            tensors = [p.ranks[rank, :size].clone() for p, size in zip(pools, sizes, strict=True)]
+            with communicator.group():
+                works = [communicator.all_reduce(tensor) for tensor in tensors]
+            results = zip(works, tensors, pools, sizes, strict=True)
+            self._pending += [(number, work, t, p.sum[:size]) for work, t, p, size in results]
+        elif kind == "all_reduce":
             tensor = pool.ranks[rank, part].clone()
             work = communicator.all_reduce(tensor)
             self._pending.append((number, work, tensor, pool.sum[part]))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from backends.errors import CommunicatorError, UnsupportedOperation
-from backends.fusion import FusedCommunicator
+from backends.fusion import compose
 from backends.interface import BackendConfig, GroupPlace, open_runtime
 from backends.plugin import find_backend
 
@@ -186,7 +186,7 @@ def until_it_fails(function):
 
 def fusing(communicator, device):
     """Seconds of eight messages of 2 KB, each waited for, and of the same in one group."""
-    fused = FusedCommunicator(communicator, device)
+    composed = compose(communicator, device, checked=False)
     tensors = [device.to_chip(torch.zeros(512)) for _ in range(8)]
 
     def apart():
@@ -194,8 +194,8 @@ def fusing(communicator, device):
             communicator.all_reduce(tensor).wait_stream()
 
     def together():
-        with fused.group():
-            works = [fused.all_reduce(tensor) for tensor in tensors]
+        with composed.group():
+            works = [composed.all_reduce(tensor) for tensor in tensors]
         for work in works:
             work.wait_stream()
 

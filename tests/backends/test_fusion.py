@@ -1,5 +1,7 @@
 """Small messages inside `group()` travel as one, with the results they would have apart."""
 
+import json
+
 import pytest
 import torch
 
@@ -332,12 +334,12 @@ def test_sent_messages_nobody_waits_for_give_their_buffer_back(ranks, fused):
 
 
 @pytest.mark.long
-def test_eight_messages_of_2_kb_cost_less_than_half_in_a_group(backend_name, tmp_path):
-    """Wants a quiet machine: between processes, medians of interleaved runs.
-
-    On the links that are worth it: of cpu's the one between machines.
-    """
-    options = '{"collectives": "gloo"}' if backend_name == "cpu" else "{}"
+@pytest.mark.parametrize("collectives", ["gloo", "auto"])
+def test_eight_messages_of_2_kb_cost_less_than_half_in_a_group(backend_name, collectives, tmp_path):
+    """Wants a quiet machine: between processes, medians of interleaved runs."""
+    if backend_name != "cpu" and collectives != "auto":
+        pytest.skip("the backend has one kind of collectives")
+    options = json.dumps({"collectives": collectives} if backend_name == "cpu" else {})
     processes = RankProcesses(backend_name, options, "fusing", 2, tmp_path)
     try:
         seconds = processes.record(0)

@@ -32,11 +32,10 @@ from backends.errors import (
 )
 from backends.gloo_rendezvous import GlooRendezvous
 from backends.interface import BackendConfig, GroupPlace
-from tests.fakes.shared_memory_ranks import open_communicators
+from tests.fakes.shared_memory_ranks import SMALL, SharedMemoryRanks
 
 ROOT = Path(__file__).parents[2]
 STRESS = Path(__file__).with_name("collective_stress.py")
-SMALL = SharedMemorySettings(buffer_bytes=4096, rings_bytes=0)
 BOUND_S = 15.0
 
 pytestmark = pytest.mark.skipif(
@@ -44,32 +43,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Ranks:
-    """The ranks of a group as threads, without a rendezvous; `form` makes their communicators."""
-
-    def __init__(self):
-        self.communicators = []
-
-    def form(self, world_size=2, deadline_s=BOUND_S, settings=SMALL):
-        self.communicators = open_communicators(world_size, deadline_s, settings)
-        return self.communicators
-
-    def together(self, function):
-        """Results by rank; an error of the communicator is a result too."""
-
-        def run(communicator):
-            try:
-                return function(communicator)
-            except CommunicatorError as error:
-                return error
-
-        with ThreadPoolExecutor(len(self.communicators)) as pool:
-            return list(pool.map(run, self.communicators, timeout=60.0))
-
-
 @pytest.fixture
 def ranks():
-    opened = Ranks()
+    opened = SharedMemoryRanks()
     yield opened
     for communicator in opened.communicators:
         communicator.close()

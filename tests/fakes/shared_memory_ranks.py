@@ -1,16 +1,23 @@
 """The ranks of a group in one process, with the cpu backend's collectives through shared memory."""
 
 import threading
-from typing import ClassVar
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from backends.cpu.shared_memory_communicator import SharedMemoryCommunicator
 from backends.cpu.shared_memory_end import SharedMemoryEnd, SharedMemorySettings
 from backends.cpu.shared_memory_library import Library
 from backends.cpu.shared_memory_segment import Segment
+from backends.errors import CommunicatorError
 from backends.interface import Communicator, Device, GroupPlace
 from tests.fakes.compute_group import ThreadRuntime
 from tests.fakes.rank_threads import Meeting
+
+SMALL = SharedMemorySettings(buffer_bytes=4096, rings_bytes=0)
+"""Most messages are larger than a buffer."""
+BOUND_S = 15.0
 
 
 def open_communicators(
@@ -48,3 +55,32 @@ class SharedMemoryRuntime(ThreadRuntime):
                     place.world_size, place.step_deadline_s, SharedMemorySettings()
                 )
             return self._made[self.meeting][place.rank]
+
+
+class SharedMemoryRanks:
+    """The ranks of a group as threads; `form` makes their communicators."""
+
+    def __init__(self) -> None:
+        self.communicators: list[SharedMemoryCommunicator] = []
+
+    def form(
+        self,
+        world_size: int = 2,
+        deadline_s: float = BOUND_S,
+        settings: SharedMemorySettings = SMALL,
+    ) -> list[SharedMemoryCommunicator]:
+        """Those of a new group."""
+        self.communicators = open_communicators(world_size, deadline_s, settings)
+        return self.communicators
+
+    def together(self, function: Callable[[SharedMemoryCommunicator], Any]) -> list[Any]:
+        """Results by rank; an error of the communicator is a result too."""
+
+        def run(communicator: SharedMemoryCommunicator) -> Any:
+            try:
+                return function(communicator)
+            except CommunicatorError as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.communicators)) as pool:
+            return list(pool.map(run, self.communicators, timeout=60.0))

@@ -9,6 +9,7 @@ POOL_TESTS = "tests/backends/test_memory_pool.py"
 PAGED_TESTS = "tests/backends/test_paged_pool.py"
 COLLECTIVES = "tests/backends/test_communicator.py"
 SHARED = "tests/backends/test_shared_memory.py"
+SUM_GROUPS = "tests/backends/test_shared_memory_groups.py"
 FUSION = "tests/backends/test_fusion.py"
 KERNELS = "tests/backends/test_kernels.py"
 ATTENTION = "tests/backends/test_attention.py"
@@ -351,6 +352,34 @@ NATIVE = (
         "if (std::memcmp(&mine, &theirs, sizeof(Signature)) == 0) return;",
         "return;",
         f"{SHARED}::test_ranks_that_call_different_operations_all_hear_of_it",
+    ),
+    Mutant(
+        "sums that travel as one are all taken from the first",
+        BUFFERS,
+        "    offset += packed_bytes(part);",
+        "",
+        f"{SUM_GROUPS}::test_random_groups_give_what_their_sums_give_apart",
+    ),
+    Mutant(
+        "a message is divided as each rank likes",
+        BUFFERS,
+        "operation.parts.empty() ? 0 : hash_of(operation.parts)",
+        "0",
+        f"{SUM_GROUPS}::test_ranks_that_divide_one_message_otherwise_are_told_so",
+    ),
+    Mutant(
+        "a collective overtakes the sums recorded before it",
+        "backends/cpu/shared_memory_communicator.py",
+        "if self._sums.open and kind not in _MESSAGES:",
+        "if False:",
+        f"{SUM_GROUPS}::test_other_collectives_and_waits_inside_come_after_the_sums_before_them",
+    ),
+    Mutant(
+        "a message between two ranks divides the sums of these two",
+        "backends/cpu/shared_memory_communicator.py",
+        "if self._sums.open and kind not in _MESSAGES:",
+        "if self._sums.open:",
+        f"{SUM_GROUPS}::test_messages_between_two_ranks_divide_no_sums",
     ),
     Mutant(
         "a ring is written over what was not read",

@@ -3,6 +3,7 @@
 // Every pointer to a communicator comes from `polychip_open` and is good until `polychip_free`.
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "communicator.h"
 
@@ -51,6 +52,20 @@ POLYCHIP_EXPORT std::uint64_t polychip_submit(Communicator* communicator, std::u
                                               std::uint64_t bytes) noexcept {
   return communicator->submit(
       {code, static_cast<const char*>(input), static_cast<char*>(output), bytes});
+}
+
+// tensors: the addresses of `count` tensors, then the bytes of each. The number of the last operation, with
+// which all are done; 0 if the communicator is broken.
+POLYCHIP_EXPORT std::uint64_t polychip_submit_sums(Communicator* communicator, std::uint64_t code,
+                                                   const char* tensors,
+                                                   std::uint64_t count) noexcept {
+  std::vector<std::uint64_t> words(2 * count);
+  std::memcpy(words.data(), tensors, words.size() * sizeof(std::uint64_t));
+  std::vector<polychip::Part> parts(count);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    parts[i] = {reinterpret_cast<char*>(words[i]), words[count + i]};
+  }
+  return communicator->submit_sums(code, parts);
 }
 
 POLYCHIP_EXPORT std::int32_t polychip_poll(Communicator* communicator,

@@ -3,12 +3,17 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
+#include <utility>
 
 #include "bell.h"
 
 namespace polychip {
 namespace {
+
+// Beyond this many they cost as much together as apart.
+constexpr std::ptrdiff_t kPackedSumsMax = 64;
 
 std::int64_t now() {
   timespec time;
@@ -23,6 +28,19 @@ void pause() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+using Parts = std::vector<Part>::const_iterator;
+
+// Up to where the sums from `first` on travel as one: at least that one.
+Parts run_end(Parts first, Parts last, std::uint64_t bytes_max) {
+  std::uint64_t bytes = packed_bytes(*first);
+  Parts end = first + 1;
+  for (; end != last && end - first < kPackedSumsMax; ++end) {
+    bytes += packed_bytes(*end);
+    if (bytes > bytes_max) break;
+  }
+  return end;
 }
 
 bool is_message(Kind kind) { return kind == Kind::kSend || kind == Kind::kReceive; }
@@ -67,10 +85,27 @@ bool Communicator::start() {
 
 std::uint64_t Communicator::submit(const Request& request) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  return enqueue(Operation(request, now()));
+}
+
+std::uint64_t Communicator::submit_sums(std::uint64_t code, const std::vector<Part>& parts) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::uint64_t number = 0;
+  for (auto next = parts.begin(); next != parts.end();) {
+    const auto end = run_end(next, parts.end(), collectives_.packed_bytes_max());
+    number = end - next == 1 ? enqueue(Operation({code, next->data, next->data, next->bytes}, now()))
+                             : enqueue(Operation(code, {next, end}, now()));
+    next = end;
+  }
+  return number;
+}
+
+// The number of the operation; 0 if the communicator is broken.
+std::uint64_t Communicator::enqueue(Operation submitted) {
   if (broken()) return 0;
   // Before progress, which may retire it.
   const std::uint64_t number = oldest_.load(std::memory_order_relaxed) + operations_.size();
-  operations_.emplace_back(request, now());
+  operations_.push_back(std::move(submitted));
   Operation& operation = operations_.back();
   if (is_message(operation.kind)) ++messages_pending_;
   switch (operation.kind) {

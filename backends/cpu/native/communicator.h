@@ -53,6 +53,8 @@ class Communicator {
 
   // The number of the operation, from 1 on; 0 if the communicator is broken.
   std::uint64_t submit(const Request& request);
+  // Sums tensors in place, small neighbours as one operation. The number is that of the last one.
+  std::uint64_t submit_sums(std::uint64_t code, const std::vector<Part>& parts);
   // Never blocks.
   Status poll(std::uint64_t number);
   // kInterrupted: a signal came; wait again. Longer than `timeout_ns` breaks the communicator;
@@ -74,6 +76,7 @@ class Communicator {
   FailureKind failure(std::string& text) const;
 
  private:
+  std::uint64_t enqueue(Operation operation);
   bool progress();
   void retire();
   // Looks for a reason why the operation cannot finish any more: a lost rank, the deadline.

@@ -18,7 +18,7 @@ constexpr int kRanksMax = 64;
 constexpr std::uint64_t kDepth = 8;
 // Twice as many, so that what a piece was is still there to compare when its buffer is used again.
 constexpr std::uint64_t kPublications = 2 * kDepth;
-constexpr std::uint32_t kLayoutVersion = 2;
+constexpr std::uint32_t kLayoutVersion = 3;
 
 using Counter = std::atomic<std::uint64_t>;
 static_assert(Counter::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free,
@@ -38,7 +38,7 @@ struct Signature {
   std::uint32_t kind;
   std::uint32_t dtype;
   std::int32_t root;
-  std::uint32_t padding;
+  std::uint32_t parts;  // a hash of the sizes of messages that travel as one; 0: it is one
 };
 
 // Where a rank sleeps; see bell.h.

@@ -11,8 +11,19 @@ namespace {
 // From this size on a sum is divided among the ranks. Below, the second wait costs more.
 constexpr std::uint64_t kTwoStepsFromBytes = 128 << 10;
 
+// Up to here a message costs more than its bytes. One piece, and summed in one step.
+constexpr std::uint64_t kPackedBytesMax = 64 << 10;
+static_assert(kPackedBytesMax < kTwoStepsFromBytes);
+
 // Copying this much takes so long that whoever sleeps is woken first.
 constexpr std::uint64_t kAnnouncedBytes = 32 << 10;
+
+// FNV-1a of the sizes; never 0.
+std::uint32_t hash_of(const std::vector<Part>& parts) {
+  std::uint32_t hash = 2166136261;
+  for (const Part& part : parts) hash = (hash ^ static_cast<std::uint32_t>(part.bytes)) * 16777619;
+  return hash | 1;
+}
 
 std::uint64_t rounded_up_to_line(std::uint64_t bytes) {
   return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
@@ -35,13 +46,18 @@ std::string described(const Signature& signature) {
 NumberedBuffers::NumberedBuffers(Segment segment, int rank)
     : segment_(segment), rank_(rank), own_(segment.control(rank)) {}
 
+std::uint64_t NumberedBuffers::packed_bytes_max() const {
+  return std::min(kPackedBytesMax, segment_.geometry().buffer_bytes);
+}
+
 void NumberedBuffers::submit(Operation& operation) {
   const bool scatters = operation.kind == Kind::kReduceScatter;
   const std::uint64_t buffer_bytes = segment_.geometry().buffer_bytes;
   Collective collective{};
   collective.operation = &operation;
   collective.signature = {operation.bytes, static_cast<std::uint32_t>(operation.kind),
-                          operation.dtype, operation.peer, 0};
+                          operation.dtype, operation.peer,
+                          operation.parts.empty() ? 0 : hash_of(operation.parts)};
   // A buffer holds every rank's part of what is scattered.
   collective.piece_bytes = scatters ? buffer_bytes / segment_.geometry().world_size : buffer_bytes;
   const std::uint64_t last = collective.piece_bytes - 1;
@@ -219,7 +235,15 @@ void NumberedBuffers::copy_in(const Piece& piece) const {
       if (operation.peer == rank_) copy(buffer, operation.input + piece.start, piece.bytes);
       return;
     default:
-      copy(buffer, operation.input + piece.start, piece.bytes);
+      if (operation.parts.empty()) return copy(buffer, operation.input + piece.start, piece.bytes);
+      copy_parts_in(operation, buffer);
+  }
+}
+
+void NumberedBuffers::copy_parts_in(const Operation& operation, char* buffer) const {
+  for (const Part& part : operation.parts) {
+    copy(buffer, part.data, part.bytes);
+    buffer += packed_bytes(part);
   }
 }
 
@@ -247,11 +271,20 @@ void NumberedBuffers::copy_out(const Piece& piece) const {
     default:
       break;
   }
+  if (!operation.parts.empty()) return sum_parts(piece);
   if (!in_two_steps(piece)) return sum_from(piece, 0, piece.bytes, target);
   for (int rank = 0; rank < segment_.world_size(); ++rank) {
     const std::uint64_t start = slice_start(piece.bytes, rank);
     const std::uint64_t stop = slice_start(piece.bytes, rank + 1);
     copy(target + start, segment_.buffer(rank, piece.number) + start, stop - start);
+  }
+}
+
+void NumberedBuffers::sum_parts(const Piece& piece) const {
+  std::uint64_t offset = 0;
+  for (const Part& part : piece.collective->operation->parts) {
+    sum_from(piece, offset, part.bytes, part.data);
+    offset += packed_bytes(part);
   }
 }
 
@@ -282,9 +315,12 @@ void NumberedBuffers::compare(int rank, std::uint64_t number) const {
   const Signature& mine = publication(rank_, number).signature;
   const Signature& theirs = publication(rank, number).signature;
   if (std::memcmp(&mine, &theirs, sizeof(Signature)) == 0) return;
-  const bool only_dtype = described(mine) == described(theirs);
+  const char* difference = "";
+  if (described(mine) == described(theirs)) {
+    difference = mine.dtype != theirs.dtype ? " of another dtype" : " in other parts";
+  }
   throw Misuse{rank, "this rank called " + described(mine) + ", rank " + std::to_string(rank) +
-                         " called " + described(theirs) + (only_dtype ? " of another dtype" : "")};
+                         " called " + described(theirs) + difference};
 }
 
 // The root of a broadcast waited for nobody, so it looks at what the others called only now. They

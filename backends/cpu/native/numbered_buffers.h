@@ -26,6 +26,9 @@ class NumberedBuffers {
  public:
   NumberedBuffers(Segment segment, int rank);
 
+  // Most bytes of sums that travel as one.
+  std::uint64_t packed_bytes_max() const;
+
   // The operation must stay where it is until it is finished.
   void submit(Operation& operation);
 
@@ -88,8 +91,10 @@ class NumberedBuffers {
   bool did(int rank, Step step, std::uint64_t number) const;
 
   void copy_in(const Piece& piece) const;
+  void copy_parts_in(const Operation& operation, char* buffer) const;
   void sum_slice(const Piece& piece) const;
   void copy_out(const Piece& piece) const;
+  void sum_parts(const Piece& piece) const;
   void sum_from(const Piece& piece, std::uint64_t offset, std::uint64_t bytes, char* target) const;
 
   std::uint64_t slice_start(std::uint64_t bytes, int rank) const;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "layout.h"
 #include "sums.h"
@@ -42,8 +44,20 @@ struct Request {
   std::uint64_t bytes;
 };
 
+// A tensor that is summed in place.
+struct Part {
+  char* data;
+  std::uint64_t bytes;
+};
+
+// Each of several parts that travel as one begins on a line.
+inline std::uint64_t packed_bytes(const Part& part) {
+  return (part.bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
 // bytes: of one rank's part: of the input of all_gather, of the output of reduce_scatter.
 // peer: the root of a broadcast, the other rank of send and receive, else -1.
+// parts: of sums that travel as one, which then have neither input nor output; else empty.
 struct Operation {
   Operation(const Request& request, std::int64_t now_ns)
       : kind(static_cast<Kind>(request.code & 0xFF)),
@@ -55,6 +69,13 @@ struct Operation {
         peer(static_cast<int>(request.code >> 16 & 0xFFFF) - 1),
         submitted_ns(now_ns) {}
 
+  // code: of a sum.
+  Operation(std::uint64_t code, std::vector<Part> packed, std::int64_t now_ns)
+      : Operation({code, nullptr, nullptr, 0}, now_ns) {
+    parts = std::move(packed);
+    for (const Part& part : parts) bytes += packed_bytes(part);
+  }
+
   Kind kind;
   const char* input;
   char* output;
@@ -63,6 +84,7 @@ struct Operation {
   std::uint32_t dtype;
   int peer;
   std::int64_t submitted_ns;
+  std::vector<Part> parts;
   bool finished = false;
 };
 
