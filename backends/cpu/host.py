@@ -39,7 +39,7 @@ def host_memory(
 
 
 def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the cores multiply bfloat16 in hardware; without, float32 is faster."""
+    """Whether the cores multiply bfloat16 in hardware."""
     for line in cpuinfo.read_text().splitlines():
         if line.startswith("flags"):
             return not _BFLOAT16_FLAGS.isdisjoint(line.split())

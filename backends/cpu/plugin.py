@@ -10,6 +10,7 @@ from backends.cpu.host import CpuChip, has_bfloat16, host_memory
 from backends.cpu.options import (
     CHIPS_PER_CORE,
     DEVICE_IDS,
+    INSTRUCTIONS,
     KERNELS,
     check_options,
     chips_per_core_max,
@@ -18,8 +19,6 @@ from backends.cpu.options import (
 from backends.errors import BackendUnavailable
 from backends.plugin import Backend, BackendConfig, Capabilities, ChipDescription
 from kernels.library import LibraryUnusable, open_library
-
-_DTYPES = ("float32", "bfloat16")
 
 
 class CpuBackend(Backend):
@@ -35,7 +34,7 @@ class CpuBackend(Backend):
     def __init__(self, variant: str = "") -> None:
         super().__init__(variant)
         self.capabilities = Capabilities(
-            dtypes=("bfloat16", "float32") if has_bfloat16() else _DTYPES,
+            dtypes=_dtypes(None),
             block_alignment_bytes=512,
         )
         # Read once: opening a chip narrows this process to the chip's own cores.
@@ -76,12 +75,18 @@ class CpuBackend(Backend):
             raise BackendUnavailable(
                 f"chips on host is {config.chips_on_host}; the cpu backend needs at least 1"
             )
-        if config.dtype != "auto" and config.dtype not in _DTYPES:
+        known = self.capabilities.dtypes
+        if config.dtype != "auto" and config.dtype not in known:
             raise BackendUnavailable(
-                f"dtype is {config.dtype!r}; the cpu backend computes in {' or '.join(_DTYPES)}: "
+                f"dtype is {config.dtype!r}; the cpu backend computes in {' or '.join(known)}: "
                 "choose one of them, or auto"
             )
-        self.capabilities = replace(self.capabilities, can_capture=_can_capture(config))
+        instructions = _native_instructions(config)
+        self.capabilities = replace(
+            self.capabilities,
+            dtypes=_dtypes(instructions),
+            can_capture=instructions is not None,
+        )
         # OpenMP reads it when torch is imported. Its threads otherwise spin at every barrier, and
         # one busy process beside them then makes a step forty times as long (measured).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251
@@ -109,15 +114,24 @@ class CpuBackend(Backend):
         )
 
 
-def _can_capture(config: BackendConfig) -> bool:
-    """The native kernels record programs; torch's do not."""
-    if chosen(config.options, KERNELS) == "torch":
-        return False
+def _native_instructions(config: BackendConfig) -> str | None:
+    """What the native kernels compute in; None if torch computes, which records no programs."""
+    kernels = chosen(config.options, KERNELS)
+    if kernels == "torch":
+        return None
     try:
-        open_library()
+        best: int = open_library().polychip_best_instructions()
     except LibraryUnusable:
-        return False
-    return True
+        return None
+    return INSTRUCTIONS[best] if kernels == "auto" else kernels
+
+
+def _dtypes(instructions: str | None) -> tuple[str, ...]:
+    """The faster one first. In vectors of AVX2 bfloat16 is widened as it is read: its prompts take
+    as long as those of float32, and its decode steps read half as much (docs/performance.md).
+    """
+    widened = instructions not in (None, "portable")
+    return ("bfloat16", "float32") if widened or has_bfloat16() else ("float32", "bfloat16")
 
 
 def _device_ids(config: BackendConfig) -> Sequence[str]:

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "linear.h"
 
@@ -30,8 +32,59 @@ inline RegisterFloats in_all(float value) { return value - RegisterFloats{}; }
 template <int kRows, int kParts>
 using PartSums = RegisterFloats[kRows][kParts];
 
+template <int kRows, int kParts>
+void add_products(PartSums<kRows, kParts>& sums, const RegisterFloats (&parts)[kParts],
+                  const float* input, std::int64_t stride) {
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) {
+    const RegisterFloats x = in_all(input[row * stride]);
+#pragma GCC unroll 16
+    for (int part = 0; part < kParts; ++part) sums[row][part] += parts[part] * x;
+  }
+}
+
+// Some rows of the activations, `stride` numbers apart, a block of columns of them at a time.
+template <typename T, int kRows>
+struct InPlace {
+  static constexpr std::int64_t kColumns = std::numeric_limits<std::int64_t>::max();
+  const T* numbers;
+  std::int64_t stride;
+  std::int64_t columns;
+
+  InPlace(const T* input, std::int64_t input_stride, std::int64_t count)
+      : numbers(input), stride(input_stride), columns(count) {}
+};
+
+// A block of them in float32, once for all of the panel's rows; an odd column has a zero beside it.
+template <int kRows>
+struct Widened {
+  static constexpr std::int64_t kColumns = 512;
+  alignas(64) float numbers[kRows * kColumns];
+  static constexpr std::int64_t stride = kColumns;
+  std::int64_t columns;
+
+  Widened(const std::uint16_t* input, std::int64_t input_stride, std::int64_t count)
+      : columns(count + count % 2) {
+    for (int row = 0; row < kRows; ++row) {
+      const std::uint16_t* from = input + row * input_stride;
+      float* to = numbers + row * stride;
+      std::int64_t done = 0;
+      for (; done + kWidth <= count; done += kWidth) {
+        const RegisterFloats wide = widened_part(from + done);
+        std::memcpy(to + done, &wide, sizeof(wide));
+      }
+      std::uint16_t rest[kWidth] = {};
+      std::memcpy(rest, from + done, static_cast<std::size_t>(count - done) * sizeof(*from));
+      const RegisterFloats wide = widened_part(rest);
+      if (done < count) std::memcpy(to + done, &wide, sizeof(wide));
+    }
+  }
+};
+
 struct Float32 {
   using T = float;
+  template <int kRows>
+  using Block = InPlace<T, kRows>;
   static constexpr std::int64_t kStep = 1;
 
   template <int kRows, int kParts>
@@ -41,12 +94,7 @@ struct Float32 {
     for (int part = 0; part < kParts; ++part) {
       parts[part] = load<RegisterFloats>(weights + part * kWidth);
     }
-#pragma GCC unroll 16
-    for (int row = 0; row < kRows; ++row) {
-      const RegisterFloats x = in_all(input[row * stride]);
-#pragma GCC unroll 16
-      for (int part = 0; part < kParts; ++part) sums[row][part] += parts[part] * x;
-    }
+    add_products(sums, parts, input, stride);
   }
 };
 
@@ -54,10 +102,13 @@ struct Bfloat16 {
   using T = std::uint16_t;
   static constexpr std::int64_t kStep = 2;
 
+#if defined(__AVX512BF16__)
+  template <int kRows>
+  using Block = InPlace<T, kRows>;
+
   template <int kRows, int kParts>
   static void add(PartSums<kRows, kParts>& sums, const T* weights, const T* input,
                   std::int64_t stride) {
-#if defined(__AVX512BF16__)
     __m512bh parts[kParts];
     for (int part = 0; part < kParts; ++part) {
       parts[part] = load<__m512bh>(weights + 2 * part * kWidth);
@@ -70,50 +121,52 @@ struct Bfloat16 {
         sums[row][part] = _mm512_dpbf16_ps(sums[row][part], parts[part], x);
       }
     }
-#else
-    // A pair of numbers is the two halves of 32 bits; the upper half is a float32 as it stands. First one
-    // half of all, then the other, for want of registers.
-    const auto add_half = [&](auto half) {
-      RegisterFloats parts[kParts];
-      for (int part = 0; part < kParts; ++part) {
-        parts[part] = half(load<RegisterBits>(weights + 2 * part * kWidth));
-      }
-#pragma GCC unroll 16
-      for (int row = 0; row < kRows; ++row) {
-        const RegisterBits pair = load<std::uint32_t>(input + row * stride) - RegisterBits{};
-        const RegisterFloats x = half(pair);
-#pragma GCC unroll 16
-        for (int part = 0; part < kParts; ++part) sums[row][part] += parts[part] * x;
-      }
-    };
-    add_half([](RegisterBits pairs) { return reinterpret_cast<RegisterFloats>(pairs << 16); });
-    add_half([](RegisterBits pairs) { return reinterpret_cast<RegisterFloats>(pairs & 0xffff0000U); });
-#endif
   }
+#else
+  template <int kRows>
+  using Block = Widened<kRows>;
+
+  // A pair of weights is the two halves of 32 bits; the upper half is a float32 as it stands. First one
+  // half of all, then the other, for want of registers.
+  template <int kRows, int kParts>
+  static void add(PartSums<kRows, kParts>& sums, const T* weights, const float* input,
+                  std::int64_t stride) {
+    RegisterFloats parts[kParts];
+    for (int part = 0; part < kParts; ++part) {
+      const RegisterBits pairs = load<RegisterBits>(weights + 2 * part * kWidth);
+      parts[part] = reinterpret_cast<RegisterFloats>(pairs << 16);
+    }
+    add_products(sums, parts, input, stride);
+    for (int part = 0; part < kParts; ++part) {
+      const RegisterBits pairs = load<RegisterBits>(weights + 2 * part * kWidth);
+      parts[part] = reinterpret_cast<RegisterFloats>(pairs & 0xffff0000U);
+    }
+    add_products(sums, parts, input + 1, stride);
+  }
+#endif
 };
 
-// The products of some rows of the activations with those rows of the panel that begin at `begin`.
+// Adds to the products of some rows of the activations with those rows of the panel that begin at
+// `begin` those of a block of columns.
 template <typename Kind, int kRows, int kParts>
-void compute_part(const Product& product, std::int32_t panel, std::int64_t first, std::int64_t begin,
-                  float (*found)[kPanelRows]) {
-  using T = typename Kind::T;
-  const T* weights = reinterpret_cast<const T*>(product.weight->panel(panel)) + begin * Kind::kStep;
-  const T* input = static_cast<const T*>(product.input) + first * product.input_stride;
-  const std::int64_t columns = product.weight->columns();
-  PartSums<kRows, kParts> sums = {};
+void add_part(const typename Kind::T* weights, std::int64_t begin,
+              const typename Kind::template Block<kRows>& block, float (*found)[kPanelRows]) {
+  weights += begin * Kind::kStep;
+  PartSums<kRows, kParts> sums;
+  for (int row = 0; row < kRows; ++row) std::memcpy(sums[row], found[row] + begin, sizeof(sums[row]));
   std::int64_t column = 0;
-  for (; column + Kind::kStep <= columns; column += Kind::kStep) {
+  for (; column + Kind::kStep <= block.columns; column += Kind::kStep) {
     for (std::size_t line = 0; line < kParts * kRegisterBytes; line += 64) {
       __builtin_prefetch(reinterpret_cast<const std::byte*>(weights) + kAheadBytes + line);
     }
-    Kind::template add<kRows, kParts>(sums, weights, input + column, product.input_stride);
+    Kind::template add<kRows, kParts>(sums, weights, block.numbers + column, block.stride);
     weights += kPanelRows * Kind::kStep;
   }
-  if (column < columns) {
+  if (column < block.columns) {
     // The odd last one with a zero beside it: what follows in memory may be another row, or nothing.
-    T last[kRows * Kind::kStep] = {};
+    std::remove_cv_t<std::remove_reference_t<decltype(*block.numbers)>> last[kRows * Kind::kStep] = {};
     for (int row = 0; row < kRows; ++row) {
-      last[row * Kind::kStep] = input[row * product.input_stride + column];
+      last[row * Kind::kStep] = block.numbers[row * block.stride + column];
     }
     Kind::template add<kRows, kParts>(sums, weights, last, Kind::kStep);
   }
@@ -124,11 +177,20 @@ void compute_part(const Product& product, std::int32_t panel, std::int64_t first
 // one direction; else as many of its rows as two registers hold.
 template <typename Kind, int kRows>
 void compute_rows(const Product& product, std::int32_t panel, std::int64_t first) {
+  using T = typename Kind::T;
+  using Block = typename Kind::template Block<kRows>;
   constexpr int kWhole = kPanelRows / kWidth;
   constexpr int kParts = kRows * kWhole <= kSumsMax ? kWhole : 2;
-  alignas(64) float found[kRows][kPanelRows];
-  for (std::int64_t begin = 0; begin < kPanelRows; begin += kParts * kWidth) {
-    compute_part<Kind, kRows, kParts>(product, panel, first, begin, found);
+  const T* const weights = reinterpret_cast<const T*>(product.weight->panel(panel));
+  const T* const input = static_cast<const T*>(product.input) + first * product.input_stride;
+  const std::int64_t columns = product.weight->columns();
+  alignas(64) float found[kRows][kPanelRows] = {};
+  for (std::int64_t from = 0, count; from < columns; from += count) {
+    count = std::min(Block::kColumns, columns - from);
+    const Block block(input + from, product.input_stride, count);
+    for (std::int64_t begin = 0; begin < kPanelRows; begin += kParts * kWidth) {
+      add_part<Kind, kRows, kParts>(weights + from * kPanelRows, begin, block, found);
+    }
   }
   for (int row = 0; row < kRows; ++row) {
     const Sums sums{load<Floats>(found[row]), load<Floats>(found[row] + kLanes)};

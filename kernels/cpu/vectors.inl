@@ -62,17 +62,28 @@ inline Floats by_register(Floats values, Function function) {
 
 inline Floats all_of(float value) { return spread<Floats>(value); }
 
+// As many bfloat16 numbers as a register has lanes.
+inline RegisterFloats widened_part(const void* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The compiler would do it in two halves.
+  const __m256i wide = _mm256_cvtepu16_epi32(load<__m128i>(from));
+  return reinterpret_cast<RegisterFloats>(_mm256_slli_epi32(wide, 16));
+#else
+  typedef std::uint16_t Part __attribute__((vector_size(kRegisterBytes / 2)));
+  const RegisterBits wide = __builtin_convertvector(load<Part>(from), RegisterBits) << 16;
+  return reinterpret_cast<RegisterFloats>(wide);
+#endif
+}
+
 inline Floats widened(Halves values) {
 #if defined(__AVX512F__)
   // The compiler would do it in two halves.
   const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, reinterpret_cast<__m256i>(values));
   return reinterpret_cast<Floats>(_mm512_maskz_slli_epi32(0xffff, wide, 16));
 #else
-  typedef std::uint16_t Part __attribute__((vector_size(kRegisterBytes / 2)));
   Floats all;
-  for (std::size_t at = 0; at < sizeof(values); at += sizeof(Part)) {
-    const Part part = load<Part>(reinterpret_cast<const std::byte*>(&values) + at);
-    const RegisterBits wide = __builtin_convertvector(part, RegisterBits) << 16;
+  for (std::size_t at = 0; at < sizeof(values); at += kRegisterBytes / 2) {
+    const RegisterFloats wide = widened_part(reinterpret_cast<const std::byte*>(&values) + at);
     std::memcpy(reinterpret_cast<std::byte*>(&all) + 2 * at, &wide, sizeof(wide));
   }
   return all;

@@ -4,12 +4,14 @@ import os
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from backends.cpu import plugin
 from backends.cpu.host import has_bfloat16, host_memory
+from backends.cpu.options import INSTRUCTIONS
 from backends.cpu.plugin import CpuBackend
 from backends.errors import BackendUnavailable
 from backends.interface import BatchRows, KVSpec, Lifetime, Requirement, open_runtime
@@ -62,7 +64,8 @@ def test_programs_need_the_native_kernels(monkeypatch):
         backend.on_init(BackendConfig(chip_indices=(0,), options=options))
         return backend.capabilities.can_capture
 
-    monkeypatch.setattr(plugin, "open_library", lambda: None)
+    library = SimpleNamespace(polychip_best_instructions=lambda: 0)
+    monkeypatch.setattr(plugin, "open_library", lambda: library)
     assert can_capture()
     assert can_capture(kernels="portable")
     assert not can_capture(kernels="torch")
@@ -118,11 +121,42 @@ def test_the_options_it_knows_are_taken():
     CpuBackend().on_init(BackendConfig(chip_indices=(0,), options=options))
 
 
-@pytest.mark.parametrize("hardware", [True, False])
-def test_auto_takes_bfloat16_only_where_the_cores_have_it(monkeypatch, hardware):
+@pytest.mark.parametrize(
+    ("hardware", "best", "kernels", "first"),
+    [
+        (True, "avx512", "torch", "bfloat16"),
+        (True, "amx", "auto", "bfloat16"),
+        (False, "avx2", "auto", "bfloat16"),
+        (False, "avx2", "avx2", "bfloat16"),
+        (False, "avx2", "portable", "float32"),
+        (False, "avx2", "torch", "float32"),
+        (False, "portable", "auto", "float32"),
+        (False, None, "auto", "float32"),
+    ],
+)
+def test_auto_takes_bfloat16_where_the_kernels_are_no_slower_with_it(
+    monkeypatch, hardware, best, kernels, first
+):
+    """best: the instructions of the machine; None without native kernels."""
+
+    def library():
+        if best is None:
+            raise LibraryUnusable("not built")
+        return SimpleNamespace(polychip_best_instructions=lambda: INSTRUCTIONS.index(best))
+
     monkeypatch.setattr(plugin, "has_bfloat16", lambda: hardware)
-    expected = torch.bfloat16 if hardware else torch.float32
-    assert open_runtime(CpuBackend(), BackendConfig(chip_indices=(0,))).dtype() is expected
+    monkeypatch.setattr(plugin, "open_library", library)
+    backend = CpuBackend()
+    backend.on_init(BackendConfig(chip_indices=(0,), options={"kernels": kernels}))
+    assert backend.capabilities.dtypes[0] == first
+    assert sorted(backend.capabilities.dtypes) == ["bfloat16", "float32"]
+
+
+def test_auto_is_the_first_dtype_of_the_backend():
+    backend, config = CpuBackend(), BackendConfig(chip_indices=(0,))
+    backend.on_init(config)
+    runtime = open_runtime(backend, config)
+    assert str(runtime.dtype()) == f"torch.{backend.capabilities.dtypes[0]}"
 
 
 def test_cpuinfo_tells_of_bfloat16(tmp_path: Path):
