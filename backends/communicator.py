@@ -110,15 +110,17 @@ class Communicator(ABC):
     def fused_bytes_max(self) -> int:
         """The largest message that costs less packed together with others than on its own.
 
-        0 where a message of its own costs less than packing. Alike on every rank.
+        0 where a message of its own costs less, or where the communicator itself packs those of a
+        group. Alike on every rank.
         """
         return FUSED_BYTES_MAX
 
     def group(self) -> AbstractContextManager[None]:
         """Operations inside may be fused by dtype and operation; flushed at exit, in program order.
 
-        As outside, a tensor may be used again once its operation is waited for. Default: nothing is
-        fused.
+        As outside, a tensor may be used again once its operation is waited for. Every rank must
+        wait at the same places inside; a wait for a message between two ranks submits what else was
+        recorded on some backends only. Default: nothing is fused.
         """
         return nullcontext()
 

@@ -32,7 +32,7 @@ BUILT_IN = {"cpu": "backends.cpu.plugin:CpuBackend", "sim": "backends.sim.plugin
 class Capabilities:
     """What a backend can do, as data, readable before anything is acquired. Defaults are "no".
 
-    dtypes are names such as "float32"; the first is the one `auto` takes.
+    dtypes are names such as "float32"; the first one, from `on_init` on, is the one `auto` takes.
     """
 
     dtypes: tuple[str, ...] = ("float32",)

@@ -25,7 +25,8 @@ class CpuBackend(Backend):
     """CPU cores as chips: each chip is a set of the cores this process may run on.
 
     The option `device-ids=a,b,...` gives the host chips of these ids, to try lists of devices.
-    What computes, and so whether it can capture, is known from `on_init` on.
+    What computes is known from `on_init` on, and so whether it can capture, and which dtype is the
+    faster one.
     """
 
     runtime_module = "backends.cpu.runtime:CpuRuntime"

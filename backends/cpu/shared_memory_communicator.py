@@ -45,7 +45,7 @@ class SharedMemoryCommunicator(Communicator):
     @property
     @override
     def fused_bytes_max(self) -> int:
-        """Nothing: a small message takes some 5 us here, packing it in Python as long."""
+        """Nothing: packing a small message in Python takes as long as the message."""
         return 0
 
     @override
@@ -54,7 +54,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @override
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        if self._sums.open:
+        if self._sums.depth:
             return self._sums.add(tensor)
         return self._submit(Kind.ALL_REDUCE, tensor, tensor, tensor.nbytes)
 
@@ -121,7 +121,7 @@ class SharedMemoryCommunicator(Communicator):
         if target is not source:
             check_memory(target)
         code = code_of(kind, source.dtype, peer)
-        if self._sums.open and kind not in _MESSAGES:
+        if self._sums.depth and kind not in _MESSAGES:
             self._sums.flush()
         number = self._end.submit(code, source, target, part_bytes)
         return SharedMemoryWork(self._end, kind, submitted(kind, number))

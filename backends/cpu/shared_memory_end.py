@@ -4,7 +4,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from struct import Struct
 
@@ -41,7 +41,7 @@ _REASON_BYTES = 512
 _RING_BYTES_MIN = 4 << 10
 
 
-@cache
+@lru_cache(maxsize=64)
 def _words_packer(count: int) -> Callable[..., bytes]:
     """Packs so many unsigned integers of 64 bits; cheaper than an array made of them."""
     return Struct(f"{count}Q").pack
@@ -149,7 +149,7 @@ class SharedMemoryEnd:
 
     def submit_sums(self, code: int, tensors: Sequence[torch.Tensor]) -> int:
         """Sums each tensor in place, small neighbours as one message. The number of the last
-        operation, with which all are done; 0 if the communicator is broken.
+        operation that was taken, with which all are done; 0 if the communicator is broken.
 
         code: of a sum of their dtype.
         """

@@ -21,19 +21,18 @@ from backends.errors import CommunicatorError
 class SumGroup(AbstractContextManager[None]):
     """A group of a communicator; one inside another is part of it.
 
-    open: whether sums are to be recorded. An error that leaves the group drops them.
+    depth: groups that are open; while there is one, sums are to be recorded. An error that leaves
+    the outermost drops them.
     """
 
     def __init__(self, end: SharedMemoryEnd) -> None:
-        self.open = False
-        self._depth = 0
+        self.depth = 0
         self._end = end
         self._recorded: _GroupedSums | None = None
 
     @override
     def __enter__(self) -> None:
-        self._depth += 1
-        self.open = True
+        self.depth += 1
 
     @override
     def __exit__(
@@ -42,10 +41,9 @@ class SumGroup(AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._depth -= 1
-        if self._depth:
+        self.depth -= 1
+        if self.depth:
             return
-        self.open = False
         if kind is None:
             self.flush()
         else:
@@ -53,7 +51,7 @@ class SumGroup(AbstractContextManager[None]):
 
     def add(self, tensor: torch.Tensor) -> Work:
         """Records a sum. The work is that of all its neighbours of one dtype."""
-        # What is done here is done for each of many small sums.
+        # What is done here is done for each of many small sums, so no more is asked.
         assert tensor.is_contiguous(), f"a tensor of strides {tensor.stride()} is not contiguous"
         sums = self._recorded
         if sums is None or tensor.dtype is not sums.dtype:
@@ -77,7 +75,7 @@ class SumGroup(AbstractContextManager[None]):
         """Submits nothing of what is recorded."""
         sums, self._recorded = self._recorded, None
         if sums is not None:
-            sums.fail(CommunicatorError(f"dropped: {why}"))
+            sums.fail(f"dropped: {why}")
 
 
 class _GroupedSums(SharedMemoryWork):
@@ -98,17 +96,18 @@ class _GroupedSums(SharedMemoryWork):
 
     def submit(self) -> None:
         """Raises CommunicatorError; its waits then raise the same."""
+        tensors, self.tensors = self.tensors, []
+        number = self._end.submit_sums(self._code, tensors)
         try:
-            self._number = submitted(
-                Kind.ALL_REDUCE, self._end.submit_sums(self._code, self.tensors)
-            )
+            self._number = submitted(Kind.ALL_REDUCE, number)
         except CommunicatorError as error:
-            self.fail(error)
+            self.fail(str(error))
             raise
 
-    def fail(self, error: CommunicatorError) -> None:
+    def fail(self, why: str) -> None:
         """It was not submitted, and never will be."""
-        self._error = error
+        self.tensors = []
+        self._error = CommunicatorError(why)
 
     @override
     def wait_stream(self) -> None:

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "linear.h"
 
@@ -43,9 +42,10 @@ void add_products(PartSums<kRows, kParts>& sums, const RegisterFloats (&parts)[k
   }
 }
 
-// Some rows of the activations, `stride` numbers apart, a block of columns of them at a time.
-template <typename T, int kRows>
+// Some rows of the activations, `stride` numbers apart: all columns, as they lie there.
+template <typename T>
 struct InPlace {
+  using Number = T;
   static constexpr std::int64_t kColumns = std::numeric_limits<std::int64_t>::max();
   const T* numbers;
   std::int64_t stride;
@@ -58,6 +58,7 @@ struct InPlace {
 // A block of them in float32, once for all of the panel's rows; an odd column has a zero beside it.
 template <int kRows>
 struct Widened {
+  using Number = float;
   static constexpr std::int64_t kColumns = 512;
   alignas(64) float numbers[kRows * kColumns];
   static constexpr std::int64_t stride = kColumns;
@@ -73,10 +74,12 @@ struct Widened {
         const RegisterFloats wide = widened_part(from + done);
         std::memcpy(to + done, &wide, sizeof(wide));
       }
-      std::uint16_t rest[kWidth] = {};
-      std::memcpy(rest, from + done, static_cast<std::size_t>(count - done) * sizeof(*from));
-      const RegisterFloats wide = widened_part(rest);
-      if (done < count) std::memcpy(to + done, &wide, sizeof(wide));
+      if (done < count) {
+        std::uint16_t rest[kWidth] = {};
+        std::memcpy(rest, from + done, static_cast<std::size_t>(count - done) * sizeof(*from));
+        const RegisterFloats wide = widened_part(rest);
+        std::memcpy(to + done, &wide, sizeof(wide));
+      }
     }
   }
 };
@@ -84,7 +87,7 @@ struct Widened {
 struct Float32 {
   using T = float;
   template <int kRows>
-  using Block = InPlace<T, kRows>;
+  using Block = InPlace<T>;
   static constexpr std::int64_t kStep = 1;
 
   template <int kRows, int kParts>
@@ -104,7 +107,7 @@ struct Bfloat16 {
 
 #if defined(__AVX512BF16__)
   template <int kRows>
-  using Block = InPlace<T, kRows>;
+  using Block = InPlace<T>;
 
   template <int kRows, int kParts>
   static void add(PartSums<kRows, kParts>& sums, const T* weights, const T* input,
@@ -164,7 +167,7 @@ void add_part(const typename Kind::T* weights, std::int64_t begin,
   }
   if (column < block.columns) {
     // The odd last one with a zero beside it: what follows in memory may be another row, or nothing.
-    std::remove_cv_t<std::remove_reference_t<decltype(*block.numbers)>> last[kRows * Kind::kStep] = {};
+    typename Kind::template Block<kRows>::Number last[kRows * Kind::kStep] = {};
     for (int row = 0; row < kRows; ++row) {
       last[row * Kind::kStep] = block.numbers[row * block.stride + column];
     }

@@ -103,6 +103,21 @@ def test_ranks_that_divide_one_message_otherwise_are_told_so(ranks):
         assert "in other parts" in str(error)
 
 
+def test_the_first_message_of_a_group_that_fails_says_why(ranks):
+    """Those after it are not taken any more."""
+    ranks.form()
+
+    def run(communicator):
+        size = 16 if communicator.rank == 0 else 32
+        with communicator.group():
+            works = [communicator.all_reduce(torch.ones(size))]
+            works += [communicator.all_reduce(torch.ones(2000)) for _ in range(20)]
+        works[-1].wait()
+
+    for error in ranks.together(run):
+        assert isinstance(error, CommunicatorMisuse)
+
+
 def test_other_collectives_and_waits_inside_come_after_the_sums_before_them(ranks):
     ranks.form()
 

@@ -368,17 +368,24 @@ NATIVE = (
         f"{SUM_GROUPS}::test_ranks_that_divide_one_message_otherwise_are_told_so",
     ),
     Mutant(
+        "nobody holds the tensors of sums that travel as one",
+        "backends/cpu/shared_memory_end.py",
+        "self._held.append((number, tensors))",
+        "pass",
+        f"{SUM_GROUPS}::test_tensors_of_a_group_live_until_they_are_summed",
+    ),
+    Mutant(
         "a collective overtakes the sums recorded before it",
         "backends/cpu/shared_memory_communicator.py",
-        "if self._sums.open and kind not in _MESSAGES:",
+        "if self._sums.depth and kind not in _MESSAGES:",
         "if False:",
         f"{SUM_GROUPS}::test_other_collectives_and_waits_inside_come_after_the_sums_before_them",
     ),
     Mutant(
         "a message between two ranks divides the sums of these two",
         "backends/cpu/shared_memory_communicator.py",
-        "if self._sums.open and kind not in _MESSAGES:",
-        "if self._sums.open:",
+        "if self._sums.depth and kind not in _MESSAGES:",
+        "if self._sums.depth:",
         f"{SUM_GROUPS}::test_messages_between_two_ranks_divide_no_sums",
     ),
     Mutant(

@@ -30,12 +30,12 @@ void pause() {
 #endif
 }
 
-using Parts = std::vector<Part>::const_iterator;
+using PartPlace = std::vector<Part>::const_iterator;
 
 // Up to where the sums from `first` on travel as one: at least that one.
-Parts run_end(Parts first, Parts last, std::uint64_t bytes_max) {
+PartPlace run_end(PartPlace first, PartPlace last, std::uint64_t bytes_max) {
   std::uint64_t bytes = packed_bytes(*first);
-  Parts end = first + 1;
+  PartPlace end = first + 1;
   for (; end != last && end - first < kPackedSumsMax; ++end) {
     bytes += packed_bytes(*end);
     if (bytes > bytes_max) break;
@@ -90,14 +90,18 @@ std::uint64_t Communicator::submit(const Request& request) {
 
 std::uint64_t Communicator::submit_sums(std::uint64_t code, const std::vector<Part>& parts) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::uint64_t number = 0;
+  std::uint64_t last = 0;
   for (auto next = parts.begin(); next != parts.end();) {
     const auto end = run_end(next, parts.end(), collectives_.packed_bytes_max());
-    number = end - next == 1 ? enqueue(Operation({code, next->data, next->data, next->bytes}, now()))
-                             : enqueue(Operation(code, {next, end}, now()));
+    const std::uint64_t number =
+        end - next == 1 ? enqueue(Operation({code, next->data, next->data, next->bytes}, now()))
+                        : enqueue(Operation(code, {next, end}, now()));
+    // The one before knows why.
+    if (number == 0) break;
+    last = number;
     next = end;
   }
-  return number;
+  return last;
 }
 
 // The number of the operation; 0 if the communicator is broken.

@@ -53,7 +53,8 @@ class Communicator {
 
   // The number of the operation, from 1 on; 0 if the communicator is broken.
   std::uint64_t submit(const Request& request);
-  // Sums tensors in place, small neighbours as one operation. The number is that of the last one.
+  // Sums tensors in place, small neighbours as one operation. The number of the last one that was
+  // taken; 0 if the communicator is broken.
   std::uint64_t submit_sums(std::uint64_t code, const std::vector<Part>& parts);
   // Never blocks.
   Status poll(std::uint64_t number);
