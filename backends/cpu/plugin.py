@@ -129,7 +129,8 @@ def _native_instructions(config: BackendConfig) -> str | None:
 
 def _dtypes(instructions: str | None) -> tuple[str, ...]:
     """The faster one first. In vectors of AVX2 bfloat16 is widened as it is read: its prompts take
-    as long as those of float32, and its decode steps read half as much (docs/performance.md).
+    somewhat longer than those of float32, its decode steps read half as much; see
+    docs/performance.md.
     """
     widened = instructions not in (None, "portable")
     return ("bfloat16", "float32") if widened or has_bfloat16() else ("float32", "bfloat16")
