@@ -218,7 +218,7 @@ def test_tensors_of_a_group_live_until_they_are_summed(ranks):
     for index in range(20):
         with first.group():
             works += [first.all_reduce(torch.full((n,), 1000.0 + index)) for n in (40, 3, 700)]
-    torch.rand(200_000)  # would be where freed ones were
+    others = [torch.zeros(n) for _ in range(40) for n in (40, 3, 700)]  # where freed ones were
     results = []
     for _ in range(20):
         with second.group():
@@ -227,4 +227,5 @@ def test_tensors_of_a_group_live_until_they_are_summed(ranks):
     for work in [*works, last]:
         work.wait()
     expected = itertools.chain.from_iterable([1001.0 + index] * 3 for index in range(20))
+    assert not any(other.any() for other in others)
     assert [tensor.unique().tolist() for tensor in results] == [[each] for each in expected]

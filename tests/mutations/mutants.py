@@ -368,13 +368,6 @@ NATIVE = (
         f"{SUM_GROUPS}::test_ranks_that_divide_one_message_otherwise_are_told_so",
     ),
     Mutant(
-        "nobody holds the tensors of sums that travel as one",
-        "backends/cpu/shared_memory_end.py",
-        "self._held.append((number, tensors))",
-        "pass",
-        f"{SUM_GROUPS}::test_tensors_of_a_group_live_until_they_are_summed",
-    ),
-    Mutant(
         "a collective overtakes the sums recorded before it",
         "backends/cpu/shared_memory_communicator.py",
         "if self._sums.depth and kind not in _MESSAGES:",
