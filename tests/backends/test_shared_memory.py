@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +32,10 @@ from backends.errors import (
 )
 from backends.gloo_rendezvous import GlooRendezvous
 from backends.interface import BackendConfig, GroupPlace
-from tests.fakes.shared_memory_ranks import SMALL, SharedMemoryRanks
+from tests.fakes.shared_memory_ranks import BOUND_S, SMALL, SharedMemoryRanks
 
 ROOT = Path(__file__).parents[2]
 STRESS = Path(__file__).with_name("collective_stress.py")
-BOUND_S = 15.0
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY_PATH.exists(), reason="no compiler: scripts/setup built no native collectives"
@@ -45,10 +44,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def ranks():
-    opened = SharedMemoryRanks()
-    yield opened
-    for communicator in opened.communicators:
-        communicator.close()
+    with closing(SharedMemoryRanks()) as opened:
+        yield opened
 
 
 # ---------------------------------------------------------------- results

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import closing
 
 import pytest
 import torch
@@ -22,10 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def ranks():
-    opened = SharedMemoryRanks()
-    yield opened
-    for communicator in opened.communicators:
-        communicator.close()
+    with closing(SharedMemoryRanks()) as opened:
+        yield opened
 
 
 def brought(rank, length, dtype, seed):

@@ -84,3 +84,8 @@ class SharedMemoryRanks:
 
         with ThreadPoolExecutor(len(self.communicators)) as pool:
             return list(pool.map(run, self.communicators, timeout=60.0))
+
+    def close(self) -> None:
+        """Closes the communicators."""
+        for communicator in self.communicators:
+            communicator.close()

@@ -25,10 +25,6 @@ std::uint32_t hash_of(const std::vector<Part>& parts) {
   return hash | 1;
 }
 
-std::uint64_t rounded_up_to_line(std::uint64_t bytes) {
-  return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
-}
-
 void copy(char* target, const char* source, std::uint64_t bytes) {
   // An empty tensor may have no address.
   if (bytes != 0) std::memcpy(target, source, bytes);

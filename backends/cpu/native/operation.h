@@ -44,6 +44,10 @@ struct Request {
   std::uint64_t bytes;
 };
 
+inline std::uint64_t rounded_up_to_line(std::uint64_t bytes) {
+  return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
+
 // A tensor that is summed in place.
 struct Part {
   char* data;
@@ -51,9 +55,7 @@ struct Part {
 };
 
 // Each of several parts that travel as one begins on a line.
-inline std::uint64_t packed_bytes(const Part& part) {
-  return (part.bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
-}
+inline std::uint64_t packed_bytes(const Part& part) { return rounded_up_to_line(part.bytes); }
 
 // bytes: of one rank's part: of the input of all_gather, of the output of reduce_scatter.
 // peer: the root of a broadcast, the other rank of send and receive, else -1.
