@@ -14,9 +14,22 @@ bool may_use_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+struct Leaf {
+  unsigned eax, ebx, ecx, edx;
+};
+
+// For what older compilers do not ask for by name.
+Leaf leaf(unsigned number) {
+  Leaf found{number, 0, 0, 0};
+  asm volatile("cpuid" : "+a"(found.eax), "=b"(found.ebx), "+c"(found.ecx), "=d"(found.edx));
+  return found;
+}
+
 Instructions found() {
+  constexpr unsigned kHalfFloats = 1U << 29;
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+      (leaf(1).ecx & kHalfFloats) == 0) {
     return Instructions::kPortable;
   }
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
@@ -24,11 +37,9 @@ Instructions found() {
       !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) {
     return Instructions::kAvx2;
   }
-  unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
-  asm volatile("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
   constexpr unsigned kBfloat16Tiles = 1U << 22, kTiles = 1U << 24, kByteTiles = 1U << 25;
   constexpr unsigned kAll = kBfloat16Tiles | kTiles | kByteTiles;
-  return (edx & kAll) == kAll && may_use_tiles() ? Instructions::kAmx : Instructions::kAvx512;
+  return (leaf(7).edx & kAll) == kAll && may_use_tiles() ? Instructions::kAmx : Instructions::kAvx512;
 }
 #else
 Instructions found() { return Instructions::kPortable; }

@@ -24,12 +24,23 @@ constexpr int kWidth = kRegisterBytes / sizeof(float);
 constexpr int kSumsMax = POLYCHIP_ISA_SUMS;
 // How far ahead of its use a weight is asked for.
 constexpr std::ptrdiff_t kAheadBytes = kWidth == 16 ? 2048 : 4096;
+constexpr std::ptrdiff_t kLineBytes = 64;
 
 inline RegisterFloats in_all(float value) { return value - RegisterFloats{}; }
 
 // Of some rows of the activations with some of the panel's, which are as many registers.
 template <int kRows, int kParts>
 using PartSums = RegisterFloats[kRows][kParts];
+
+// One by one: what is copied as a whole the compiler keeps in memory.
+template <int kRows, int kParts, typename Each>
+void each_sum(Each each) {
+#pragma GCC unroll 16
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 16
+    for (int part = 0; part < kParts; ++part) each(row, part);
+  }
+}
 
 template <int kRows, int kParts>
 void add_products(PartSums<kRows, kParts>& sums, const RegisterFloats (&parts)[kParts],
@@ -149,19 +160,43 @@ struct Bfloat16 {
 #endif
 };
 
+// What a pass over a panel fetches at each step, of one column in float32 or two in bfloat16.
+//
+// Rows in one tile: what the pass itself comes to, for the memory sets the pace. In several: the panel is
+// in the nearest caches, and of the next one of this thread, which follows in memory, each of the first
+// two passes fetches one of a step's two lines.
+struct Fetch {
+  bool own;
+  // From what the pass reads at the step.
+  std::ptrdiff_t ahead_bytes;
+};
+
+template <std::ptrdiff_t kReadBytes>
+inline void fetch_ahead(const Fetch& fetch, const void* weights) {
+  const auto* there = static_cast<const std::byte*>(weights) + fetch.ahead_bytes;
+  if (fetch.own) {
+    for (std::ptrdiff_t line = 0; line < kReadBytes; line += kLineBytes) {
+      __builtin_prefetch(there + line);
+    }
+  } else {
+    __builtin_prefetch(there, 0, 2);
+  }
+}
+
 // Adds to the products of some rows of the activations with those rows of the panel that begin at
 // `begin` those of a block of columns.
 template <typename Kind, int kRows, int kParts>
 void add_part(const typename Kind::T* weights, std::int64_t begin,
-              const typename Kind::template Block<kRows>& block, float (*found)[kPanelRows]) {
+              const typename Kind::template Block<kRows>& block, float (*found)[kPanelRows],
+              const Fetch& fetch) {
   weights += begin * Kind::kStep;
   PartSums<kRows, kParts> sums;
-  for (int row = 0; row < kRows; ++row) std::memcpy(sums[row], found[row] + begin, sizeof(sums[row]));
+  each_sum<kRows, kParts>([&](int row, int part) {
+    sums[row][part] = load<RegisterFloats>(found[row] + begin + part * kWidth);
+  });
   std::int64_t column = 0;
   for (; column + Kind::kStep <= block.columns; column += Kind::kStep) {
-    for (std::size_t line = 0; line < kParts * kRegisterBytes; line += 64) {
-      __builtin_prefetch(reinterpret_cast<const std::byte*>(weights) + kAheadBytes + line);
-    }
+    fetch_ahead<kParts * kRegisterBytes>(fetch, weights);
     Kind::template add<kRows, kParts>(sums, weights, block.numbers + column, block.stride);
     weights += kPanelRows * Kind::kStep;
   }
@@ -173,17 +208,21 @@ void add_part(const typename Kind::T* weights, std::int64_t begin,
     }
     Kind::template add<kRows, kParts>(sums, weights, last, Kind::kStep);
   }
-  for (int row = 0; row < kRows; ++row) std::memcpy(found[row] + begin, sums[row], sizeof(sums[row]));
+  each_sum<kRows, kParts>([&](int row, int part) {
+    std::memcpy(found[row] + begin + part * kWidth, &sums[row][part], sizeof(RegisterFloats));
+  });
 }
 
 // All of the panel at once where its sums with few rows fit the registers, so that its memory is read in
 // one direction; else as many of its rows as two registers hold.
 template <typename Kind, int kRows>
-void compute_rows(const Product& product, std::int32_t panel, std::int64_t first) {
+void compute_rows(const Product& product, std::int32_t panel, std::int64_t first, std::int64_t tile,
+                  std::int64_t tiles) {
   using T = typename Kind::T;
   using Block = typename Kind::template Block<kRows>;
   constexpr int kWhole = kPanelRows / kWidth;
   constexpr int kParts = kRows * kWhole <= kSumsMax ? kWhole : 2;
+  constexpr std::int64_t kPasses = kWhole / kParts;
   const T* const weights = reinterpret_cast<const T*>(product.weight->panel(panel));
   const T* const input = static_cast<const T*>(product.input) + first * product.input_stride;
   const std::int64_t columns = product.weight->columns();
@@ -191,8 +230,13 @@ void compute_rows(const Product& product, std::int32_t panel, std::int64_t first
   for (std::int64_t from = 0, count; from < columns; from += count) {
     count = std::min(Block::kColumns, columns - from);
     const Block block(input + from, product.input_stride, count);
-    for (std::int64_t begin = 0; begin < kPanelRows; begin += kParts * kWidth) {
-      add_part<Kind, kRows, kParts>(weights + from * kPanelRows, begin, block, found);
+    for (std::int64_t pass = 0; pass < kPasses; ++pass) {
+      const std::int64_t begin = pass * kParts * kWidth;
+      const std::ptrdiff_t line = tile * kPasses + pass == 0 ? 0 : kLineBytes;
+      const Fetch next{false, product.weight->panel_bytes() + line -
+                                  begin * Kind::kStep * static_cast<std::ptrdiff_t>(sizeof(T))};
+      add_part<Kind, kRows, kParts>(weights + from * kPanelRows, begin, block, found,
+                                    tiles == 1 ? Fetch{true, kAheadBytes} : next);
     }
   }
   for (int row = 0; row < kRows; ++row) {
@@ -202,12 +246,12 @@ void compute_rows(const Product& product, std::int32_t panel, std::int64_t first
 }
 
 template <typename Kind, int kRows>
-void compute_at_most(const Product& product, std::int32_t panel, std::int64_t first,
-                     std::int64_t rows) {
+void compute_at_most(const Product& product, std::int32_t panel, std::int64_t first, std::int64_t rows,
+                     std::int64_t tile, std::int64_t tiles) {
   if (rows == kRows) {
-    compute_rows<Kind, kRows>(product, panel, first);
+    compute_rows<Kind, kRows>(product, panel, first, tile, tiles);
   } else if constexpr (kRows > 1) {
-    compute_at_most<Kind, kRows - 1>(product, panel, first, rows);
+    compute_at_most<Kind, kRows - 1>(product, panel, first, rows, tile, tiles);
   }
 }
 
@@ -219,7 +263,7 @@ void compute_panel(const Product& product, std::int32_t panel) {
   for (std::int64_t tile = 0; tile < tiles; ++tile) {
     const std::int64_t first = product.rows * tile / tiles;
     const std::int64_t stop = product.rows * (tile + 1) / tiles;
-    compute_at_most<Kind, kRowsMax>(product, panel, first, stop - first);
+    compute_at_most<Kind, kRowsMax>(product, panel, first, stop - first, tile, tiles);
   }
 }
 

@@ -71,6 +71,8 @@ class PackedMatrix {
   std::int64_t columns() const { return columns_; }
   std::int64_t padded_columns() const { return padded_columns_; }
   std::int32_t panels() const { return panels_; }
+  // What one takes; those of a thread follow each other.
+  std::ptrdiff_t panel_bytes() const { return static_cast<std::ptrdiff_t>(panel_bytes_); }
   Range panels_of(int thread) const { return equal_share(panels_, thread, threads()); }
   const std::byte* panel(std::int32_t index) const {
     return panels_at_[static_cast<std::size_t>(index)];

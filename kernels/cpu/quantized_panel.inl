@@ -54,6 +54,10 @@ inline RegisterFloats scales_at(const std::byte* halves) {
   return from_halves<RegisterFloats, RegisterBits, RegisterHalves>(halves);
 }
 
+// Adds up in the order that stands here: of integers the compiler would keep many products in memory to
+// add them as a tree.
+inline void added(__m256i& sums) { asm("" : "+x"(sums)); }
+
 // The sums of products of a group with eight rows, as float32, in which they are exact.
 template <typename Kind, int kRows>
 inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
@@ -75,6 +79,7 @@ inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
         const __m256i x = _mm256_sign_epi8(all_of_step(row, step * kStepBytes), number);
         const __m256i pairs = _mm256_maddubs_epi16(size, x);
         sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs, ones));
+        added(sums[row]);
       }
     }
   } else {
@@ -93,6 +98,7 @@ inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
         const __m256i y = all_of_step(row, kHalfBytes + step * kStepBytes);
         pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(lower, x));
         pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(upper, y));
+        added(pairs[row]);
       }
     }
     for (int row = 0; row < kRows; ++row) {
@@ -103,34 +109,35 @@ inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
   for (int row = 0; row < kRows; ++row) dots[row] = _mm256_cvtepi32_ps(sums[row]);
 }
 
+// Group after group, so that the panel's memory is read in one direction: the sums wait in memory, where
+// they are needed once a group.
 template <typename Kind, int kRows>
 void compute_rows(const Product& product, const Activations& activations, std::int32_t panel,
                   std::int64_t first) {
-  alignas(64) float found[kRows][kPanelRows];
-  for (std::int64_t begin = 0; begin < kPanelRows; begin += kWidth) {
-    const std::byte* weights = product.weight->panel(panel);
-    RegisterFloats sums[kRows] = {};
-    for (std::int64_t place = 0; place < activations.groups(); ++place) {
-      for (std::size_t line = 0; begin == 0 && line < kGroupBytes<Kind>; line += 64) {
-        __builtin_prefetch(weights + kAheadBytes + line);
-      }
-      const auto group = group_of<Kind, kRows>(activations, first, place);
+  const std::byte* weights = product.weight->panel(panel);
+  alignas(64) float found[kRows][kPanelRows] = {};
+  for (std::int64_t place = 0; place < activations.groups(); ++place, weights += kGroupBytes<Kind>) {
+    for (std::size_t line = 0; line < kGroupBytes<Kind>; line += 64) {
+      __builtin_prefetch(weights + kAheadBytes + line);
+    }
+    const auto group = group_of<Kind, kRows>(activations, first, place);
+    for (std::int64_t begin = 0; begin < kPanelRows; begin += kWidth) {
       RegisterFloats dots[kRows];
       multiply<Kind, kRows>(dots, weights + kStepBytes * begin, group);
       const std::byte* scales = weights + kNumbersBytes<Kind> + sizeof(std::uint16_t) * begin;
       const RegisterFloats scale = scales_at(scales);
       for (int row = 0; row < kRows; ++row) {
         const float all = activations.scales(first + row)[place];
-        sums[row] += dots[row] * (scale * (all - RegisterFloats{}));
+        RegisterFloats sum = load<RegisterFloats>(found[row] + begin);
+        sum += dots[row] * (scale * (all - RegisterFloats{}));
         if constexpr (Kind::kMinima) {
           const auto least = scales_at(scales + 2 * kPanelRows);
           const float size = all * static_cast<float>(activations.sums(first + row)[place]);
-          sums[row] += least * (size - RegisterFloats{});
+          sum += least * (size - RegisterFloats{});
         }
+        std::memcpy(found[row] + begin, &sum, sizeof(sum));
       }
-      weights += kGroupBytes<Kind>;
     }
-    for (int row = 0; row < kRows; ++row) std::memcpy(found[row] + begin, &sums[row], sizeof(sums[row]));
   }
   for (int row = 0; row < kRows; ++row) {
     const Sums sums{load<Floats>(found[row]), load<Floats>(found[row] + kLanes)};

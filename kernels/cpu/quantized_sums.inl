@@ -7,6 +7,8 @@ template <typename Numbers, typename Words, typename Some>
 inline Numbers from_halves(const std::byte* halves) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Numbers>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(halves)));
+#elif defined(__F16C__)
+  return reinterpret_cast<Numbers>(_mm256_cvtph_ps(load<__m128i>(halves)));
 #else
   const Words bits = __builtin_convertvector(load<Some>(halves), Words);
   // The exponent of a float32 is biased by 112 more; so a float16 below the normal ones is right too.
