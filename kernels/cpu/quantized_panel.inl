@@ -18,8 +18,6 @@ namespace {
 #include "panel_store.inl"
 #include "quantized_sums.inl"
 
-typedef std::int8_t Bytes __attribute__((vector_size(16)));
-
 // Rows computed together.
 constexpr int kRowsMax = POLYCHIP_ISA_ROWS;
 // How far ahead of its use a weight is asked for.
@@ -252,28 +250,59 @@ void quantized_panel(const Product& product, const Activations& activations, std
   });
 }
 
-inline std::int32_t greatest_of(Ints values) {
-  const auto fold = [&](Ints others) { values = values > others ? values : others; };
-  fold(POLYCHIP_SHUFFLE(values, values, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  fold(POLYCHIP_SHUFFLE(values, values, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  fold(POLYCHIP_SHUFFLE(values, values, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  return std::max(values[0], values[1]);
+constexpr int kPartLanes = kRegisterBytes / sizeof(float);
+constexpr int kParts = kGroupColumns / kPartLanes;
+
+// 32 numbers, those behind the row's last zero, by registers.
+template <typename T>
+inline void read_group_of(const T* from, std::int64_t count, RegisterFloats (&parts)[kParts]) {
+  T numbers[kGroupColumns] = {};
+  if (count < kGroupColumns) {
+    std::memcpy(numbers, from, static_cast<std::size_t>(std::max<std::int64_t>(0, count)) * sizeof(T));
+    from = numbers;
+  }
+  for (int part = 0; part < kParts; ++part) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      parts[part] = load<RegisterFloats>(from + part * kPartLanes);
+    } else {
+      parts[part] = widened_part(from + part * kPartLanes);
+    }
+  }
 }
 
-// 32 numbers, those behind the row's last zero.
+// Whole numbers of a signed byte's range.
+inline void write_bytes(const RegisterInts (&parts)[kParts], std::int8_t* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // The compiler would do it number by number.
+  const auto part = [&](int i) { return reinterpret_cast<__m256i>(parts[i]); };
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(part(0), part(1)),
+                                            _mm256_packs_epi32(part(2), part(3)));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(packed, order);
+  std::memcpy(to, &bytes, sizeof(bytes));
+#else
+  typedef std::int8_t PartBytes __attribute__((vector_size(kPartLanes)));
+  for (int part = 0; part < kParts; ++part) {
+    const PartBytes bytes = __builtin_convertvector(parts[part], PartBytes);
+    std::memcpy(to + part * kPartLanes, &bytes, sizeof(bytes));
+  }
+#endif
+}
+
+// A group of activations in 8 bits.
 template <typename T>
 void quantize_group(const T* from, std::int64_t count, std::int8_t* numbers, float& scale,
                     std::int32_t& sum) {
-  const auto some = [&](std::int64_t at) {
-    const std::int64_t left = std::max<std::int64_t>(0, count - at);
-    return left >= kLanes ? read(from + at) : read_some(from + at, left);
-  };
-  const Floats parts[2] = {some(0), some(kLanes)};
+  RegisterFloats parts[kParts];
+  read_group_of(from, count, parts);
   // As integers, sizes are in the same order; infinity and, after it, NaN come last.
-  const Ints mask = Ints{} + 0x7fffffff;
-  const Ints low = reinterpret_cast<Ints>(parts[0]) & mask;
-  const Ints high = reinterpret_cast<Ints>(parts[1]) & mask;
-  const std::int32_t bits = greatest_of(low > high ? low : high);
+  RegisterInts sizes = {};
+  for (const RegisterFloats& part : parts) {
+    const RegisterInts size = reinterpret_cast<RegisterInts>(part) & 0x7fffffff;
+    sizes = size > sizes ? size : sizes;
+  }
+  std::int32_t bits = 0;
+  for (int lane = 0; lane < kPartLanes; ++lane) bits = std::max(bits, sizes[lane]);
   float largest;
   std::memcpy(&largest, &bits, sizeof(largest));
   // What is next to nothing is none: its inverse would be out of range.
@@ -287,17 +316,17 @@ void quantize_group(const T* from, std::int64_t count, std::int8_t* numbers, flo
     return;
   }
   const float inverse = largest < kLeast ? 0.0f : 127.0f / largest;
-  Floats total = {};
-  for (int part = 0; part < 2; ++part) {
+  RegisterInts whole[kParts], total = {};
+  for (int part = 0; part < kParts; ++part) {
     // To the nearest: beyond 2^23 a float32 has no fraction.
     constexpr float kNoFraction = 12582912.0f;
-    const Floats rounded = parts[part] * inverse + kNoFraction - kNoFraction;
-    const Ints whole = __builtin_convertvector(rounded, Ints);
-    const Bytes narrow = __builtin_convertvector(whole, Bytes);
-    std::memcpy(numbers + part * kLanes, &narrow, sizeof(narrow));
-    total += rounded;
+    whole[part] =
+        __builtin_convertvector(parts[part] * inverse + kNoFraction - kNoFraction, RegisterInts);
+    total += whole[part];
   }
-  sum = static_cast<std::int32_t>(sum_of(total));
+  write_bytes(whole, numbers);
+  sum = 0;
+  for (int lane = 0; lane < kPartLanes; ++lane) sum += total[lane];
 }
 
 template <typename T>
