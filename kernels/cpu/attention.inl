@@ -8,7 +8,8 @@
 // A form says how operands are packed, and multiplies them:
 //
 //   Source      of the cache
-//   Number      of an operand
+//   Left        of a left operand: queries, weights
+//   Right       of a right one: keys, values
 //   kDepth      of a right operand [depth / kDepth][columns][kDepth]
 //   kDepthStep  what it multiplies at a time: depths are padded to multiples of it
 //   Registers   what it needs to have while it multiplies
@@ -20,23 +21,23 @@
 constexpr std::int64_t kKeyColumns = kTileTokens + 16;
 
 // sums [rows][columns] = left [rows][depth] . right [depth][columns]
-template <typename Number>
+template <typename Left, typename Right>
 struct Factors {
-  const Number* left;
+  const Left* left;
   std::int64_t left_stride;
-  const Number* right;
+  const Right* right;
   std::int64_t right_columns;  // from one depth to the next
   std::int64_t rows, depth, columns;
   float* sums;
   std::int64_t sums_stride;
 };
 
-template <typename Number>
+template <typename Left, typename Right>
 struct alignas(64) Scratch {
-  Number query[kPieceNumbersMax];
-  Number keys[kHeadSizeMax * kKeyColumns];
-  Number values[kTileTokens * kHeadSizeMax];
-  Number weights[kPairsAtOnce * kTileTokens];
+  Left query[kPieceNumbersMax];
+  Right keys[kHeadSizeMax * kKeyColumns];
+  Right values[kTileTokens * kHeadSizeMax];
+  Left weights[kPairsAtOnce * kTileTokens];
   // Of all tiles so far.
   float greatest[kPiecePairsMax];
   float sums[kPiecePairsMax * kSumParts];
@@ -73,7 +74,8 @@ template <typename Form>
 class Piece {
  public:
   using Source = typename Form::Source;
-  using Number = typename Form::Number;
+  using Left = typename Form::Left;
+  using Right = typename Form::Right;
 
   Piece(const AttentionPlan& plan, const AttentionLayer& layer, const AttentionPiece& piece)
       : plan_(plan),
@@ -82,7 +84,7 @@ class Piece {
         piece_(piece),
         heads_(plan.heads()[static_cast<std::size_t>(piece.kv_head)]),
         columns_(plan.columns()),
-        scratch_(*new (scratch_of_thread(sizeof(Scratch<Number>))) Scratch<Number>) {}
+        scratch_(*new (scratch_of_thread(sizeof(Operands))) Operands) {}
 
   // following: what this thread will most likely compute next, or null.
   void compute(const AttentionPiece* following) {
@@ -123,6 +125,8 @@ class Piece {
   }
 
  private:
+  using Operands = Scratch<Left, Right>;
+
   // Pairs whose scores of a tile are computed together, and the steps of its tokens that they see.
   struct Group {
     std::int64_t first, pairs;
@@ -228,12 +232,12 @@ class Piece {
   void begin() {
     clear();
     const auto pairs = static_cast<std::size_t>(rounded_up(piece_.pairs, kTilePairs));
-    std::memset(scratch_.query, 0, pairs * static_cast<std::size_t>(columns_) * sizeof(Number));
+    std::memset(scratch_.query, 0, pairs * static_cast<std::size_t>(columns_) * sizeof(Left));
     // Packing leaves as it is what keys are padded with. What values are padded with is not looked at.
     const std::int64_t whole = step_.head_size / Form::kDepth * Form::kDepth;
     const std::int64_t padding = rounded_up(step_.head_size, Form::kDepthStep) - whole;
     std::memset(scratch_.keys + whole * kKeyColumns, 0,
-                static_cast<std::size_t>(padding * kKeyColumns) * sizeof(Number));
+                static_cast<std::size_t>(padding * kKeyColumns) * sizeof(Right));
     for (std::int64_t pair = 0; pair < piece_.pairs; ++pair) {
       Form::pack_query(numbers_of<const Source>(layer_.query, pair), step_.head_size,
                        scratch_.query + pair * columns_);
@@ -286,7 +290,7 @@ class Piece {
   }
 
   // Of four tokens, in words of 32 bits, four by four: columns become rows.
-  void pack_keys(const Source* const* keys, Number* packed) {
+  void pack_keys(const Source* const* keys, Right* packed) {
     constexpr std::int64_t kWord = sizeof(std::uint32_t) / sizeof(Source);
     constexpr std::int64_t kDepth = Form::kDepth;
     std::int64_t number = 0;
@@ -427,7 +431,7 @@ class Piece {
   const AttentionPiece& piece_;
   const std::vector<std::int64_t>& heads_;
   const std::int64_t columns_;
-  Scratch<Number>& scratch_;
+  Operands& scratch_;
 };
 
 template <typename Form>

@@ -3,19 +3,20 @@
 
 struct Pairs {
   using Source = std::uint16_t;
-  using Number = std::uint16_t;
+  using Left = std::uint16_t;
+  using Right = std::uint16_t;
   static constexpr std::int64_t kDepth = 2;
   static constexpr bool kRough = true;
 
-  static Number packed(Source number) { return number; }
-  static void put_words(Four words, Number* to) { std::memcpy(to, &words, sizeof(words)); }
+  static Right packed(Source number) { return number; }
+  static void put_words(Four words, Right* to) { std::memcpy(to, &words, sizeof(words)); }
 
-  static void pack_query(const Source* query, std::int64_t size, Number* to) {
-    std::memcpy(to, query, static_cast<std::size_t>(size) * sizeof(Number));
+  static void pack_query(const Source* query, std::int64_t size, Left* to) {
+    std::memcpy(to, query, static_cast<std::size_t>(size) * sizeof(Left));
   }
 
   // Two tokens': a number of the one, then that of the other.
-  static void pack_values(const Source* const* values, std::int64_t size, Number* to) {
+  static void pack_values(const Source* const* values, std::int64_t size, Right* to) {
     std::int64_t at = 0;
     for (; at + kLanes <= size; at += kLanes) {
       const auto first = reinterpret_cast<Bits>(widened(load<Halves>(values[0] + at)));
@@ -29,7 +30,7 @@ struct Pairs {
     }
   }
 
-  static void put_weights(Vector first, Vector second, Number* to) {
+  static void put_weights(Vector first, Vector second, Left* to) {
     const __m512bh numbers = _mm512_cvtne2ps_pbh(second, first);
     std::memcpy(to, &numbers, sizeof(numbers));
   }

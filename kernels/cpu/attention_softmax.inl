@@ -110,7 +110,7 @@ float greatest_score(const float* scores, float factor, Span span, Span seen) {
 // Weights relative to `base`; returns their sum, in parts.
 template <typename Form, bool kMasked>
 Vector weigh_scores(const float* scores, float factor, float base, Span span, Span seen,
-                    typename Form::Number* weights) {
+                    typename Form::Left* weights) {
   Vector sums[2] = {};
   const auto [first, stop] = computed<kMasked>(span);
   for (std::int64_t at = first; at < stop; at += 2 * kWidth) {

@@ -30,7 +30,7 @@ constexpr std::int64_t kRowsMax = POLYCHIP_ISA_ROWS;
 struct NoRegisters {};
 
 template <typename Form, int kRows>
-void multiply_rows(const Factors<typename Form::Number>& factors, std::int64_t row,
+void multiply_rows(const Factors<typename Form::Left, typename Form::Right>& factors, std::int64_t row,
                    std::int64_t column) {
   const auto* left = factors.left + row * factors.left_stride;
   const auto* right = factors.right + column * Form::kDepth;
@@ -47,7 +47,7 @@ void multiply_rows(const Factors<typename Form::Number>& factors, std::int64_t r
 }
 
 template <typename Form, int kRows>
-void multiply_at_most(const Factors<typename Form::Number>& factors, std::int64_t row,
+void multiply_at_most(const Factors<typename Form::Left, typename Form::Right>& factors, std::int64_t row,
                       std::int64_t rows, std::int64_t column) {
   if (rows == kRows) {
     multiply_rows<Form, kRows>(factors, row, column);
@@ -58,7 +58,7 @@ void multiply_at_most(const Factors<typename Form::Number>& factors, std::int64_
 
 // Two vectors of columns stay in the nearest cache for all rows, which are cut in equal parts.
 template <typename Form>
-void multiply_in_vectors(const Factors<typename Form::Number>& factors) {
+void multiply_in_vectors(const Factors<typename Form::Left, typename Form::Right>& factors) {
   const std::int64_t parts = (factors.rows + kRowsMax - 1) / kRowsMax;
   for (std::int64_t column = 0; column < factors.columns; column += 2 * kWidth) {
     for (std::int64_t part = 0; part < parts; ++part) {
@@ -69,68 +69,21 @@ void multiply_in_vectors(const Factors<typename Form::Number>& factors) {
   }
 }
 
-inline Vector widened_from(const std::uint16_t* numbers) {
-#if POLYCHIP_ISA_WIDTH == 16
-  return read(numbers);
-#else
-  typedef std::uint16_t VectorHalves __attribute__((vector_size(kWidth * sizeof(std::uint16_t))));
-  return reinterpret_cast<Vector>(
-      __builtin_convertvector(load<VectorHalves>(numbers), VectorInts) << 16);
-#endif
-}
-
-// Operands of float32, whatever the cache has.
-template <typename T>
+// Queries and weights in float32, whatever the cache has.
 struct Wide {
-  using Source = T;
-  using Number = float;
+  using Left = float;
   using Registers = NoRegisters;
-  static constexpr std::int64_t kDepth = 1, kDepthStep = 1;
   static constexpr bool kRough = false;
 
-  static Number packed(Source number) {
-    if constexpr (sizeof(Source) == sizeof(float)) {
-      return number;
-    } else {
-      const std::uint32_t bits = std::uint32_t{number} << 16;
-      return load<float>(&bits);
-    }
-  }
-
-  // A word of the cache is a number of float32, or two whose bits are the upper half of one's.
-  static void put_words(Four words, Number* to) {
-    if constexpr (sizeof(Source) == sizeof(float)) {
-      std::memcpy(to, &words, sizeof(words));
-    } else {
-      const Four first = words << 16, second = words & 0xffff0000U;
-      std::memcpy(to, &first, sizeof(first));
-      std::memcpy(to + kKeyColumns, &second, sizeof(second));
-    }
-  }
-
-  static void pack_query(const Source* query, std::int64_t size, Number* to) {
-    pack_values(&query, size, to);
-  }
-
-  static void pack_values(const Source* const* values, std::int64_t size, Number* to) {
-    if constexpr (sizeof(Source) == sizeof(float)) {
-      std::memcpy(to, values[0], static_cast<std::size_t>(size) * sizeof(Number));
-    } else {
-      std::int64_t at = 0;
-      for (; at + kWidth <= size; at += kWidth) put(widened_from(values[0] + at), to + at);
-      for (; at < size; ++at) to[at] = packed(values[0][at]);
-    }
-  }
-
-  static void put_weights(Vector first, Vector second, Number* to) {
+  static void put_weights(Vector first, Vector second, Left* to) {
     put(first, to);
     put(second, to + kWidth);
   }
 
+  // Adds products of one number of each row, `stride` apart, with two vectors.
   template <int kRows>
-  static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Number* left,
-                  std::int64_t stride, const Number* right) {
-    const Vector first = load<Vector>(right), second = load<Vector>(right + kWidth);
+  static void add_one(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
+                      std::int64_t stride, Vector first, Vector second) {
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
       const Vector x = left[row * stride] - Vector{};
@@ -138,8 +91,78 @@ struct Wide {
       high[row] += second * x;
     }
   }
+};
 
-  static void multiply(const Factors<Number>& factors) { multiply_in_vectors<Wide>(factors); }
+struct WideFloat32 : Wide {
+  using Source = float;
+  using Right = float;
+  static constexpr std::int64_t kDepth = 1, kDepthStep = 1;
+
+  static Right packed(Source number) { return number; }
+  static void put_words(Four words, Right* to) { std::memcpy(to, &words, sizeof(words)); }
+  static void pack_query(const Source* query, std::int64_t size, Left* to) {
+    std::memcpy(to, query, static_cast<std::size_t>(size) * sizeof(Left));
+  }
+  static void pack_values(const Source* const* values, std::int64_t size, Right* to) {
+    std::memcpy(to, values[0], static_cast<std::size_t>(size) * sizeof(Right));
+  }
+
+  template <int kRows>
+  static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
+                  std::int64_t stride, const Right* right) {
+    add_one<kRows>(low, high, left, stride, load<Vector>(right), load<Vector>(right + kWidth));
+  }
+
+  static void multiply(const Factors<Left, Right>& factors) {
+    multiply_in_vectors<WideFloat32>(factors);
+  }
+};
+
+// Keys and values stay pairs of bfloat16, half as much to write and to read again: a word's two halves
+// become float32 in the register, the upper one as it stands.
+struct WideBfloat16 : Wide {
+  using Source = std::uint16_t;
+  using Right = std::uint16_t;
+  static constexpr std::int64_t kDepth = 2, kDepthStep = 2;
+
+  static Right packed(Source number) { return number; }
+  static void put_words(Four words, Right* to) { std::memcpy(to, &words, sizeof(words)); }
+
+  static void pack_query(const Source* query, std::int64_t size, Left* to) {
+    std::int64_t at = 0;
+    for (; at + kWidth <= size; at += kWidth) put(widened_part(query + at), to + at);
+    for (; at < size; ++at) {
+      const std::uint32_t bits = std::uint32_t{query[at]} << 16;
+      to[at] = load<float>(&bits);
+    }
+  }
+
+  // Two tokens': a number of the one, then that of the other.
+  static void pack_values(const Source* const* values, std::int64_t size, Right* to) {
+    std::int64_t at = 0;
+    for (; at + kWidth <= size; at += kWidth) {
+      const RegisterBits both = in_words(values[0] + at) | in_words(values[1] + at) << 16;
+      std::memcpy(to + 2 * at, &both, sizeof(both));
+    }
+    for (; at < size; ++at) {
+      to[2 * at] = values[0][at];
+      to[2 * at + 1] = values[1][at];
+    }
+  }
+
+  template <int kRows>
+  static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
+                  std::int64_t stride, const Right* right) {
+    const auto pairs = [&](int vector) { return load<RegisterBits>(right + vector * 2 * kWidth); };
+    const auto lower = [](RegisterBits both) { return reinterpret_cast<Vector>(both << 16); };
+    const auto upper = [](RegisterBits both) { return reinterpret_cast<Vector>(both & 0xffff0000U); };
+    add_one<kRows>(low, high, left, stride, lower(pairs(0)), lower(pairs(1)));
+    add_one<kRows>(low, high, left + 1, stride, upper(pairs(0)), upper(pairs(1)));
+  }
+
+  static void multiply(const Factors<Left, Right>& factors) {
+    multiply_in_vectors<WideBfloat16>(factors);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -150,8 +173,8 @@ struct Narrow : Pairs {
   static constexpr std::int64_t kDepthStep = 2;
 
   template <int kRows>
-  static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Number* left,
-                  std::int64_t stride, const Number* right) {
+  static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
+                  std::int64_t stride, const Right* right) {
     const auto first = load<__m512bh>(right), second = load<__m512bh>(right + 2 * kWidth);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
@@ -161,14 +184,14 @@ struct Narrow : Pairs {
     }
   }
 
-  static void multiply(const Factors<Number>& factors) { multiply_in_vectors<Narrow>(factors); }
+  static void multiply(const Factors<Left, Right>& factors) { multiply_in_vectors<Narrow>(factors); }
 };
 #endif
 
 void piece(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
            std::int64_t index) {
   if (plan.step().number == Number::kFloat32) {
-    compute_piece<Wide<float>>(plan, pass, layer, index);
+    compute_piece<WideFloat32>(plan, pass, layer, index);
     return;
   }
 #if defined(__AVX512BF16__)
@@ -179,15 +202,15 @@ void piece(const AttentionPlan& plan, const AttentionPass& pass, const Attention
     return;
   }
 #endif
-  compute_piece<Wide<std::uint16_t>>(plan, pass, layer, index);
+  compute_piece<WideBfloat16>(plan, pass, layer, index);
 }
 
 void merge(const AttentionPlan& plan, const AttentionPass& pass, const AttentionLayer& layer,
            std::int64_t index) {
   if (plan.step().number == Number::kFloat32) {
-    merge_parts<Wide<float>>(plan, pass, layer, index);
+    merge_parts<WideFloat32>(plan, pass, layer, index);
   } else {
-    merge_parts<Wide<std::uint16_t>>(plan, pass, layer, index);
+    merge_parts<WideBfloat16>(plan, pass, layer, index);
   }
 }
 

@@ -62,17 +62,20 @@ inline Floats by_register(Floats values, Function function) {
 
 inline Floats all_of(float value) { return spread<Floats>(value); }
 
-// As many bfloat16 numbers as a register has lanes.
-inline RegisterFloats widened_part(const void* from) {
+// As many numbers of 16 bits as a register has lanes, each in a word of its own.
+inline RegisterBits in_words(const void* from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   // The compiler would do it in two halves.
-  const __m256i wide = _mm256_cvtepu16_epi32(load<__m128i>(from));
-  return reinterpret_cast<RegisterFloats>(_mm256_slli_epi32(wide, 16));
+  return reinterpret_cast<RegisterBits>(_mm256_cvtepu16_epi32(load<__m128i>(from)));
 #else
   typedef std::uint16_t Part __attribute__((vector_size(kRegisterBytes / 2)));
-  const RegisterBits wide = __builtin_convertvector(load<Part>(from), RegisterBits) << 16;
-  return reinterpret_cast<RegisterFloats>(wide);
+  return __builtin_convertvector(load<Part>(from), RegisterBits);
 #endif
+}
+
+// As many bfloat16 numbers as a register has lanes.
+inline RegisterFloats widened_part(const void* from) {
+  return reinterpret_cast<RegisterFloats>(in_words(from) << 16);
 }
 
 inline Floats widened(Halves values) {
