@@ -270,8 +270,12 @@ class Piece {
   // Asks for what is packed next while it packs, bit by bit: a core waits when it has asked for much.
   void pack(const Tokens& tokens, const Tokens* next) {
     const Span span = in_steps(tokens.seen);
+    Span left = next == nullptr ? Span{0, 0} : next->seen;
+    const std::int64_t packs = std::max<std::int64_t>((span.stop - span.first) / 4, 1);
+    const std::int64_t each = (left.stop - left.first + packs - 1) / packs;
     for (std::int64_t token = span.first; token < span.stop; token += 4) {
-      if (next != nullptr) prefetch(*next, token);
+      const std::int64_t stop = std::min(left.first + each, left.stop);
+      for (; left.first < stop; ++left.first) prefetch(*next, left.first);
       pack_keys(tokens.keys + token, scratch_.keys + token * Form::kDepth);
       for (std::int64_t at = token; at < token + 4; at += Form::kDepth) {
         Form::pack_values(tokens.values + at, step_.head_size, scratch_.values + at * columns_);
@@ -279,13 +283,11 @@ class Piece {
     }
   }
 
-  void prefetch(const Tokens& tokens, std::int64_t first) const {
+  void prefetch(const Tokens& tokens, std::int64_t token) const {
     constexpr std::int64_t kLineNumbers = 64 / sizeof(Source);
-    for (std::int64_t token = first; token < first + 4; ++token) {
-      for (std::int64_t number = 0; number < step_.head_size; number += kLineNumbers) {
-        __builtin_prefetch(tokens.keys[token] + number, 0, 2);
-        __builtin_prefetch(tokens.values[token] + number, 0, 2);
-      }
+    for (std::int64_t number = 0; number < step_.head_size; number += kLineNumbers) {
+      __builtin_prefetch(tokens.keys[token] + number, 0, 2);
+      __builtin_prefetch(tokens.values[token] + number, 0, 2);
     }
   }
 
