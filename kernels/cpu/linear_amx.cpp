@@ -135,24 +135,6 @@ void multiply(const Product& product, const std::uint16_t* weights, std::int64_t
   }
 }
 
-// Whole panels of bfloat16 without a bias, as most are, in one instruction for a row.
-void store_rows(const Product& product, std::int64_t first, int rows, std::int64_t column,
-                const float (*sums)[kPanelRows]) {
-  const bool plain = product.bias == nullptr && product.output_number == Number::kBfloat16 &&
-                     product.weight->rows() - column >= kPanelRows;
-  for (int row = 0; row < rows; ++row) {
-    const Sums found = {load<Floats>(sums[row]), load<Floats>(&sums[row][kLanes])};
-    if (plain) {
-      auto* output = static_cast<std::uint16_t*>(product.output) +
-                     (first + row) * product.output_stride + column;
-      write(output, found.low);
-      write(output + kLanes, found.high);
-    } else {
-      store(product, first + row, column, found);
-    }
-  }
-}
-
 }  // namespace
 
 void bfloat16_panel(const Product& product, std::int32_t panel) {
@@ -178,7 +160,10 @@ void bfloat16_panel(const Product& product, std::int32_t panel) {
     }
     _tile_stored(0, sums[0], sizeof(sums[0]));
     _tile_stored(1, &sums[0][kLanes], sizeof(sums[0]));
-    store_rows(product, first, left, std::int64_t{panel} * kPanelRows, sums);
+    for (int row = 0; row < left; ++row) {
+      const Sums found = {load<Floats>(sums[row]), load<Floats>(&sums[row][kLanes])};
+      store(product, first + row, std::int64_t{panel} * kPanelRows, found);
+    }
   }
   _tile_release();
 }
