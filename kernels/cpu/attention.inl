@@ -7,9 +7,8 @@
 //
 // A form says how operands are packed, and multiplies them:
 //
-//   Source      of the cache
+//   Source      of the cache, and of a right operand: keys, values
 //   Left        of a left operand: queries, weights
-//   Right       of a right one: keys, values
 //   kDepth      of a right operand [depth / kDepth][columns][kDepth]
 //   kDepthStep  what it multiplies at a time: depths are padded to multiples of it
 //   Registers   what it needs to have while it multiplies
@@ -21,22 +20,22 @@
 constexpr std::int64_t kKeyColumns = kTileTokens + 16;
 
 // sums [rows][columns] = left [rows][depth] . right [depth][columns]
-template <typename Left, typename Right>
+template <typename Left, typename Source>
 struct Factors {
   const Left* left;
   std::int64_t left_stride;
-  const Right* right;
+  const Source* right;
   std::int64_t right_columns;  // from one depth to the next
   std::int64_t rows, depth, columns;
   float* sums;
   std::int64_t sums_stride;
 };
 
-template <typename Left, typename Right>
+template <typename Left, typename Source>
 struct alignas(64) Scratch {
   Left query[kPieceNumbersMax];
-  Right keys[kHeadSizeMax * kKeyColumns];
-  Right values[kTileTokens * kHeadSizeMax];
+  Source keys[kHeadSizeMax * kKeyColumns];
+  Source values[kTileTokens * kHeadSizeMax];
   Left weights[kPairsAtOnce * kTileTokens];
   // Of all tiles so far.
   float greatest[kPiecePairsMax];
@@ -68,6 +67,25 @@ inline void transpose(Four (&lines)[4]) {
 #undef POLYCHIP_SHUFFLE_FOUR
 }
 
+// The cache's bfloat16, a word of which is a pair of one column.
+struct PairedSource {
+  using Source = std::uint16_t;
+  static constexpr std::int64_t kDepth = 2;
+
+  // Two tokens': a number of the one, then that of the other.
+  static void pack_values(const Source* const* values, std::int64_t size, Source* to) {
+    std::int64_t at = 0;
+    for (; at + kWidth <= size; at += kWidth) {
+      const RegisterBits both = in_words(values[0] + at) | in_words(values[1] + at) << 16;
+      std::memcpy(to + 2 * at, &both, sizeof(both));
+    }
+    for (; at < size; ++at) {
+      to[2 * at] = values[0][at];
+      to[2 * at + 1] = values[1][at];
+    }
+  }
+};
+
 // One in its thread's scratch. Queries and outputs are `columns` numbers apart, scores and weights
 // kTileTokens.
 template <typename Form>
@@ -75,7 +93,6 @@ class Piece {
  public:
   using Source = typename Form::Source;
   using Left = typename Form::Left;
-  using Right = typename Form::Right;
 
   Piece(const AttentionPlan& plan, const AttentionLayer& layer, const AttentionPiece& piece)
       : plan_(plan),
@@ -125,7 +142,7 @@ class Piece {
   }
 
  private:
-  using Operands = Scratch<Left, Right>;
+  using Operands = Scratch<Left, Source>;
 
   // Pairs whose scores of a tile are computed together, and the steps of its tokens that they see.
   struct Group {
@@ -237,7 +254,7 @@ class Piece {
     const std::int64_t whole = step_.head_size / Form::kDepth * Form::kDepth;
     const std::int64_t padding = rounded_up(step_.head_size, Form::kDepthStep) - whole;
     std::memset(scratch_.keys + whole * kKeyColumns, 0,
-                static_cast<std::size_t>(padding * kKeyColumns) * sizeof(Right));
+                static_cast<std::size_t>(padding * kKeyColumns) * sizeof(Source));
     for (std::int64_t pair = 0; pair < piece_.pairs; ++pair) {
       Form::pack_query(numbers_of<const Source>(layer_.query, pair), step_.head_size,
                        scratch_.query + pair * columns_);
@@ -268,14 +285,15 @@ class Piece {
   }
 
   // Asks for what is packed next while it packs, bit by bit: a core waits when it has asked for much.
+  // Behind a short tile it asks for more at a time, which is better than not to have asked.
   void pack(const Tokens& tokens, const Tokens* next) {
     const Span span = in_steps(tokens.seen);
-    Span left = next == nullptr ? Span{0, 0} : next->seen;
+    Span ahead = next == nullptr ? Span{0, 0} : next->seen;
     const std::int64_t packs = std::max<std::int64_t>((span.stop - span.first) / 4, 1);
-    const std::int64_t each = (left.stop - left.first + packs - 1) / packs;
+    const std::int64_t each = (ahead.stop - ahead.first + packs - 1) / packs;
     for (std::int64_t token = span.first; token < span.stop; token += 4) {
-      const std::int64_t stop = std::min(left.first + each, left.stop);
-      for (; left.first < stop; ++left.first) prefetch(*next, left.first);
+      const std::int64_t stop = std::min(ahead.first + each, ahead.stop);
+      for (; ahead.first < stop; ++ahead.first) prefetch(*next, ahead.first);
       pack_keys(tokens.keys + token, scratch_.keys + token * Form::kDepth);
       for (std::int64_t at = token; at < token + 4; at += Form::kDepth) {
         Form::pack_values(tokens.values + at, step_.head_size, scratch_.values + at * columns_);
@@ -292,7 +310,7 @@ class Piece {
   }
 
   // Of four tokens, in words of 32 bits, four by four: columns become rows.
-  void pack_keys(const Source* const* keys, Right* packed) {
+  void pack_keys(const Source* const* keys, Source* packed) {
     constexpr std::int64_t kWord = sizeof(std::uint32_t) / sizeof(Source);
     constexpr std::int64_t kDepth = Form::kDepth;
     std::int64_t number = 0;
@@ -301,13 +319,12 @@ class Piece {
       for (int i = 0; i < 4; ++i) lines[i] = load<Four>(keys[i] + number);
       transpose(lines);
       for (int i = 0; i < 4; ++i) {
-        Form::put_words(lines[i], packed + (number + i * kWord) * kKeyColumns);
+        std::memcpy(packed + (number + i * kWord) * kKeyColumns, &lines[i], sizeof(lines[i]));
       }
     }
     for (; number < step_.head_size; ++number) {
       for (int i = 0; i < 4; ++i) {
-        packed[number / kDepth * kDepth * kKeyColumns + i * kDepth + number % kDepth] =
-            Form::packed(keys[i][number]);
+        packed[number / kDepth * kDepth * kKeyColumns + i * kDepth + number % kDepth] = keys[i][number];
       }
     }
   }

@@ -53,7 +53,8 @@ struct TileRegisters {
 };
 
 // 16 rows of two tiles of columns.
-void multiply_tiles(const Factors<std::uint16_t, std::uint16_t>& factors, std::int64_t row, std::int64_t column) {
+void multiply_tiles(const Factors<std::uint16_t, std::uint16_t>& factors, std::int64_t row,
+                    std::int64_t column) {
   const auto left_bytes = static_cast<std::size_t>(factors.left_stride) * sizeof(std::uint16_t);
   const auto right_bytes = static_cast<std::size_t>(factors.right_columns) * sizeof(std::uint32_t);
   const auto sums_bytes = static_cast<std::size_t>(factors.sums_stride) * sizeof(float);
@@ -78,7 +79,7 @@ struct Tiles : Pairs {
   using Registers = TileRegisters;
   static constexpr std::int64_t kDepthStep = kTileStep;
 
-  static void multiply(const Factors<Left, Right>& factors) {
+  static void multiply(const Factors<Left, Source>& factors) {
     in_order();
     for (std::int64_t row = 0; row < factors.rows; row += kTilePairs) {
       for (std::int64_t column = 0; column < factors.columns; column += 2 * kLanes) {

@@ -30,7 +30,7 @@ constexpr std::int64_t kRowsMax = POLYCHIP_ISA_ROWS;
 struct NoRegisters {};
 
 template <typename Form, int kRows>
-void multiply_rows(const Factors<typename Form::Left, typename Form::Right>& factors, std::int64_t row,
+void multiply_rows(const Factors<typename Form::Left, typename Form::Source>& factors, std::int64_t row,
                    std::int64_t column) {
   const auto* left = factors.left + row * factors.left_stride;
   const auto* right = factors.right + column * Form::kDepth;
@@ -47,7 +47,7 @@ void multiply_rows(const Factors<typename Form::Left, typename Form::Right>& fac
 }
 
 template <typename Form, int kRows>
-void multiply_at_most(const Factors<typename Form::Left, typename Form::Right>& factors, std::int64_t row,
+void multiply_at_most(const Factors<typename Form::Left, typename Form::Source>& factors, std::int64_t row,
                       std::int64_t rows, std::int64_t column) {
   if (rows == kRows) {
     multiply_rows<Form, kRows>(factors, row, column);
@@ -58,7 +58,7 @@ void multiply_at_most(const Factors<typename Form::Left, typename Form::Right>& 
 
 // Two vectors of columns stay in the nearest cache for all rows, which are cut in equal parts.
 template <typename Form>
-void multiply_in_vectors(const Factors<typename Form::Left, typename Form::Right>& factors) {
+void multiply_in_vectors(const Factors<typename Form::Left, typename Form::Source>& factors) {
   const std::int64_t parts = (factors.rows + kRowsMax - 1) / kRowsMax;
   for (std::int64_t column = 0; column < factors.columns; column += 2 * kWidth) {
     for (std::int64_t part = 0; part < parts; ++part) {
@@ -95,38 +95,30 @@ struct Wide {
 
 struct WideFloat32 : Wide {
   using Source = float;
-  using Right = float;
   static constexpr std::int64_t kDepth = 1, kDepthStep = 1;
 
-  static Right packed(Source number) { return number; }
-  static void put_words(Four words, Right* to) { std::memcpy(to, &words, sizeof(words)); }
   static void pack_query(const Source* query, std::int64_t size, Left* to) {
     std::memcpy(to, query, static_cast<std::size_t>(size) * sizeof(Left));
   }
-  static void pack_values(const Source* const* values, std::int64_t size, Right* to) {
-    std::memcpy(to, values[0], static_cast<std::size_t>(size) * sizeof(Right));
+  static void pack_values(const Source* const* values, std::int64_t size, Source* to) {
+    std::memcpy(to, values[0], static_cast<std::size_t>(size) * sizeof(Source));
   }
 
   template <int kRows>
   static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
-                  std::int64_t stride, const Right* right) {
+                  std::int64_t stride, const Source* right) {
     add_one<kRows>(low, high, left, stride, load<Vector>(right), load<Vector>(right + kWidth));
   }
 
-  static void multiply(const Factors<Left, Right>& factors) {
+  static void multiply(const Factors<Left, Source>& factors) {
     multiply_in_vectors<WideFloat32>(factors);
   }
 };
 
 // Keys and values stay pairs of bfloat16, half as much to write and to read again: a word's two halves
 // become float32 in the register, the upper one as it stands.
-struct WideBfloat16 : Wide {
-  using Source = std::uint16_t;
-  using Right = std::uint16_t;
-  static constexpr std::int64_t kDepth = 2, kDepthStep = 2;
-
-  static Right packed(Source number) { return number; }
-  static void put_words(Four words, Right* to) { std::memcpy(to, &words, sizeof(words)); }
+struct WideBfloat16 : Wide, PairedSource {
+  static constexpr std::int64_t kDepthStep = 2;
 
   static void pack_query(const Source* query, std::int64_t size, Left* to) {
     std::int64_t at = 0;
@@ -137,22 +129,9 @@ struct WideBfloat16 : Wide {
     }
   }
 
-  // Two tokens': a number of the one, then that of the other.
-  static void pack_values(const Source* const* values, std::int64_t size, Right* to) {
-    std::int64_t at = 0;
-    for (; at + kWidth <= size; at += kWidth) {
-      const RegisterBits both = in_words(values[0] + at) | in_words(values[1] + at) << 16;
-      std::memcpy(to + 2 * at, &both, sizeof(both));
-    }
-    for (; at < size; ++at) {
-      to[2 * at] = values[0][at];
-      to[2 * at + 1] = values[1][at];
-    }
-  }
-
   template <int kRows>
   static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
-                  std::int64_t stride, const Right* right) {
+                  std::int64_t stride, const Source* right) {
     const auto pairs = [&](int vector) { return load<RegisterBits>(right + vector * 2 * kWidth); };
     const auto lower = [](RegisterBits both) { return reinterpret_cast<Vector>(both << 16); };
     const auto upper = [](RegisterBits both) { return reinterpret_cast<Vector>(both & 0xffff0000U); };
@@ -160,7 +139,7 @@ struct WideBfloat16 : Wide {
     add_one<kRows>(low, high, left + 1, stride, upper(pairs(0)), upper(pairs(1)));
   }
 
-  static void multiply(const Factors<Left, Right>& factors) {
+  static void multiply(const Factors<Left, Source>& factors) {
     multiply_in_vectors<WideBfloat16>(factors);
   }
 };
@@ -174,7 +153,7 @@ struct Narrow : Pairs {
 
   template <int kRows>
   static void add(Vector (&low)[kRows], Vector (&high)[kRows], const Left* left,
-                  std::int64_t stride, const Right* right) {
+                  std::int64_t stride, const Source* right) {
     const auto first = load<__m512bh>(right), second = load<__m512bh>(right + 2 * kWidth);
 #pragma GCC unroll 16
     for (int row = 0; row < kRows; ++row) {
@@ -184,7 +163,7 @@ struct Narrow : Pairs {
     }
   }
 
-  static void multiply(const Factors<Left, Right>& factors) { multiply_in_vectors<Narrow>(factors); }
+  static void multiply(const Factors<Left, Source>& factors) { multiply_in_vectors<Narrow>(factors); }
 };
 #endif
 

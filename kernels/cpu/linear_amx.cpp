@@ -141,8 +141,7 @@ void bfloat16_panel(const Product& product, std::int32_t panel) {
   if (product.rows == 0) return;
   const auto* weights = reinterpret_cast<const std::uint16_t*>(product.weight->panel(panel));
   const std::int64_t passes = (product.rows + 2 * kTileRows - 1) / (2 * kTileRows);
-  const Prefetch prefetch(
-      passes, product.weight->padded_columns() / kColumnTile * 2 * kTileRows * kRowBytes);
+  const Prefetch prefetch(passes, product.weight->panel_bytes());
   alignas(64) float sums[2 * kTileRows][kPanelRows];
   int shaped = 0;
   for (std::int64_t pass = 0; pass < passes; ++pass) {

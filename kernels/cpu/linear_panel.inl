@@ -25,6 +25,8 @@ constexpr int kSumsMax = POLYCHIP_ISA_SUMS;
 // How far ahead of its use a weight is asked for.
 constexpr std::ptrdiff_t kAheadBytes = kWidth == 16 ? 2048 : 4096;
 constexpr std::ptrdiff_t kLineBytes = 64;
+// Two panels of this size leave half of a small second cache (512 KiB) to the activations.
+constexpr std::ptrdiff_t kNearBytes = 128 << 10;
 
 inline RegisterFloats in_all(float value) { return value - RegisterFloats{}; }
 
@@ -162,9 +164,9 @@ struct Bfloat16 {
 
 // What a pass over a panel fetches at each step, of one column in float32 or two in bfloat16.
 //
-// Rows in one tile: what the pass itself comes to, for the memory sets the pace. In several: the panel is
-// in the nearest caches, and of the next one of this thread, which follows in memory, each of the first
-// two passes fetches one of a step's two lines.
+// What the pass itself comes to, where rows in one tile leave the pace to the memory, or panels are
+// large. Else the panel is in the nearest caches, and of the next one of this thread, which follows in
+// memory, the first pass fetches one of a step's two lines and those after it the other.
 struct Fetch {
   bool own;
   // From what the pass reads at the step.
@@ -223,6 +225,7 @@ void compute_rows(const Product& product, std::int32_t panel, std::int64_t first
   constexpr int kWhole = kPanelRows / kWidth;
   constexpr int kParts = kRows * kWhole <= kSumsMax ? kWhole : 2;
   constexpr std::int64_t kPasses = kWhole / kParts;
+  const bool own = tiles == 1 || product.weight->panel_bytes() > kNearBytes;
   const T* const weights = reinterpret_cast<const T*>(product.weight->panel(panel));
   const T* const input = static_cast<const T*>(product.input) + first * product.input_stride;
   const std::int64_t columns = product.weight->columns();
@@ -232,11 +235,11 @@ void compute_rows(const Product& product, std::int32_t panel, std::int64_t first
     const Block block(input + from, product.input_stride, count);
     for (std::int64_t pass = 0; pass < kPasses; ++pass) {
       const std::int64_t begin = pass * kParts * kWidth;
-      const std::ptrdiff_t line = tile * kPasses + pass == 0 ? 0 : kLineBytes;
+      const std::ptrdiff_t line = tile + pass == 0 ? 0 : kLineBytes;
       const Fetch next{false, product.weight->panel_bytes() + line -
                                   begin * Kind::kStep * static_cast<std::ptrdiff_t>(sizeof(T))};
       add_part<Kind, kRows, kParts>(weights + from * kPanelRows, begin, block, found,
-                                    tiles == 1 ? Fetch{true, kAheadBytes} : next);
+                                    own ? Fetch{true, kAheadBytes} : next);
     }
   }
   for (int row = 0; row < kRows; ++row) {

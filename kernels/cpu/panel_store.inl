@@ -12,6 +12,7 @@ template <typename T>
 void store_as(const Product& product, std::int64_t row, std::int64_t column, const Sums& sums) {
   T* output = static_cast<T*>(product.output) + row * product.output_stride + column;
   const std::int64_t count = std::min<std::int64_t>(kPanelRows, product.weight->rows() - column);
+  // Whole panels without a bias, as most are, go straight from the registers.
   if (product.bias == nullptr && count == kPanelRows) {
     write(output, sums.low);
     write(output + kLanes, sums.high);

@@ -25,6 +25,8 @@ constexpr std::ptrdiff_t kAheadBytes = 2048;
 constexpr int kSteps = 8;
 constexpr int kStepBytes = 4;
 constexpr int kHalfBytes = kGroupColumns / 2;
+// Numbers in a register.
+constexpr int kWidth = kRegisterBytes / sizeof(float);
 
 // Of some rows of the activations one group: its numbers, and their sums times the offset.
 template <int kRows>
@@ -45,16 +47,12 @@ inline Group<kRows> group_of(const Activations& activations, std::int64_t first,
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Eight rows of the panel at a time, for want of registers: the compiler keeps wider sums in memory.
-constexpr int kWidth = 8;
-typedef std::uint16_t RegisterHalves __attribute__((vector_size(kRegisterBytes / 2)));
-
 inline RegisterFloats scales_at(const std::byte* halves) {
-  return from_halves<RegisterFloats, RegisterBits, RegisterHalves>(halves);
+  return reinterpret_cast<RegisterFloats>(_mm256_cvtph_ps(load<__m128i>(halves)));
 }
 
-// Adds up in the order that stands here: of integers the compiler would keep many products in memory to
-// add them as a tree.
-inline void added(__m256i& sums) { asm("" : "+x"(sums)); }
+// Without it the compiler adds integers as a tree, and keeps many products in memory for that.
+inline void in_order(__m256i& sums) { asm("" : "+x"(sums)); }
 
 // The sums of products of a group with eight rows, as float32, in which they are exact.
 template <typename Kind, int kRows>
@@ -77,7 +75,7 @@ inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
         const __m256i x = _mm256_sign_epi8(all_of_step(row, step * kStepBytes), number);
         const __m256i pairs = _mm256_maddubs_epi16(size, x);
         sums[row] = _mm256_add_epi32(sums[row], _mm256_madd_epi16(pairs, ones));
-        added(sums[row]);
+        in_order(sums[row]);
       }
     }
   } else {
@@ -96,7 +94,7 @@ inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
         const __m256i y = all_of_step(row, kHalfBytes + step * kStepBytes);
         pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(lower, x));
         pairs[row] = _mm256_add_epi16(pairs[row], _mm256_maddubs_epi16(upper, y));
-        added(pairs[row]);
+        in_order(pairs[row]);
       }
     }
     for (int row = 0; row < kRows; ++row) {
@@ -250,22 +248,22 @@ void quantized_panel(const Product& product, const Activations& activations, std
   });
 }
 
-constexpr int kPartLanes = kRegisterBytes / sizeof(float);
-constexpr int kParts = kGroupColumns / kPartLanes;
+constexpr int kParts = kGroupColumns / kWidth;
 
-// 32 numbers, those behind the row's last zero, by registers.
+// 32 numbers by registers, those behind the first `count` zero.
 template <typename T>
-inline void read_group_of(const T* from, std::int64_t count, RegisterFloats (&parts)[kParts]) {
-  T numbers[kGroupColumns] = {};
+inline void read_columns(const T* from, std::int64_t count, RegisterFloats (&parts)[kParts]) {
+  T numbers[kGroupColumns];
   if (count < kGroupColumns) {
-    std::memcpy(numbers, from, static_cast<std::size_t>(std::max<std::int64_t>(0, count)) * sizeof(T));
+    std::fill_n(numbers, kGroupColumns, T{0});
+    std::memcpy(numbers, from, static_cast<std::size_t>(count) * sizeof(T));
     from = numbers;
   }
   for (int part = 0; part < kParts; ++part) {
     if constexpr (sizeof(T) == sizeof(float)) {
-      parts[part] = load<RegisterFloats>(from + part * kPartLanes);
+      parts[part] = load<RegisterFloats>(from + part * kWidth);
     } else {
-      parts[part] = widened_part(from + part * kPartLanes);
+      parts[part] = widened_part(from + part * kWidth);
     }
   }
 }
@@ -281,10 +279,10 @@ inline void write_bytes(const RegisterInts (&parts)[kParts], std::int8_t* to) {
   const __m256i bytes = _mm256_permutevar8x32_epi32(packed, order);
   std::memcpy(to, &bytes, sizeof(bytes));
 #else
-  typedef std::int8_t PartBytes __attribute__((vector_size(kPartLanes)));
+  typedef std::int8_t PartBytes __attribute__((vector_size(kWidth)));
   for (int part = 0; part < kParts; ++part) {
     const PartBytes bytes = __builtin_convertvector(parts[part], PartBytes);
-    std::memcpy(to + part * kPartLanes, &bytes, sizeof(bytes));
+    std::memcpy(to + part * kWidth, &bytes, sizeof(bytes));
   }
 #endif
 }
@@ -294,7 +292,7 @@ template <typename T>
 void quantize_group(const T* from, std::int64_t count, std::int8_t* numbers, float& scale,
                     std::int32_t& sum) {
   RegisterFloats parts[kParts];
-  read_group_of(from, count, parts);
+  read_columns(from, count, parts);
   // As integers, sizes are in the same order; infinity and, after it, NaN come last.
   RegisterInts sizes = {};
   for (const RegisterFloats& part : parts) {
@@ -302,7 +300,7 @@ void quantize_group(const T* from, std::int64_t count, std::int8_t* numbers, flo
     sizes = size > sizes ? size : sizes;
   }
   std::int32_t bits = 0;
-  for (int lane = 0; lane < kPartLanes; ++lane) bits = std::max(bits, sizes[lane]);
+  for (int lane = 0; lane < kWidth; ++lane) bits = std::max(bits, sizes[lane]);
   float largest;
   std::memcpy(&largest, &bits, sizeof(largest));
   // What is next to nothing is none: its inverse would be out of range.
@@ -326,7 +324,7 @@ void quantize_group(const T* from, std::int64_t count, std::int8_t* numbers, flo
   }
   write_bytes(whole, numbers);
   sum = 0;
-  for (int lane = 0; lane < kPartLanes; ++lane) sum += total[lane];
+  for (int lane = 0; lane < kWidth; ++lane) sum += total[lane];
 }
 
 template <typename T>

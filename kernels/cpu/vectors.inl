@@ -64,8 +64,10 @@ inline Floats all_of(float value) { return spread<Floats>(value); }
 
 // As many numbers of 16 bits as a register has lanes, each in a word of its own.
 inline RegisterBits in_words(const void* from) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
   // The compiler would do it in two halves.
+#if defined(__AVX512F__)
+  return reinterpret_cast<RegisterBits>(_mm512_maskz_cvtepu16_epi32(0xffff, load<__m256i>(from)));
+#elif defined(__AVX2__)
   return reinterpret_cast<RegisterBits>(_mm256_cvtepu16_epi32(load<__m128i>(from)));
 #else
   typedef std::uint16_t Part __attribute__((vector_size(kRegisterBytes / 2)));
@@ -79,18 +81,12 @@ inline RegisterFloats widened_part(const void* from) {
 }
 
 inline Floats widened(Halves values) {
-#if defined(__AVX512F__)
-  // The compiler would do it in two halves.
-  const __m512i wide = _mm512_maskz_cvtepu16_epi32(0xffff, reinterpret_cast<__m256i>(values));
-  return reinterpret_cast<Floats>(_mm512_maskz_slli_epi32(0xffff, wide, 16));
-#else
   Floats all;
   for (std::size_t at = 0; at < sizeof(values); at += kRegisterBytes / 2) {
     const RegisterFloats wide = widened_part(reinterpret_cast<const std::byte*>(&values) + at);
     std::memcpy(reinterpret_cast<std::byte*>(&all) + 2 * at, &wide, sizeof(wide));
   }
   return all;
-#endif
 }
 
 // To the nearest, ties to even; a NaN stays one.
