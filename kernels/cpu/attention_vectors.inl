@@ -123,10 +123,7 @@ struct WideBfloat16 : Wide, PairedSource {
   static void pack_query(const Source* query, std::int64_t size, Left* to) {
     std::int64_t at = 0;
     for (; at + kWidth <= size; at += kWidth) put(widened_part(query + at), to + at);
-    for (; at < size; ++at) {
-      const std::uint32_t bits = std::uint32_t{query[at]} << 16;
-      to[at] = load<float>(&bits);
-    }
+    for (; at < size; ++at) to[at] = widened(query[at]);
   }
 
   template <int kRows>

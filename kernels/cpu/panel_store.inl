@@ -26,9 +26,7 @@ void store_as(const Product& product, std::int64_t row, std::int64_t column, con
       if (product.weight->number() == Number::kFloat32) {
         values[i] += static_cast<const float*>(product.bias)[column + i];
       } else {
-        const std::uint32_t bits =
-            std::uint32_t{static_cast<const std::uint16_t*>(product.bias)[column + i]} << 16;
-        values[i] += load<float>(&bits);
+        values[i] += widened(static_cast<const std::uint16_t*>(product.bias)[column + i]);
       }
     }
   }

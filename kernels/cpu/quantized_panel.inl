@@ -46,7 +46,6 @@ inline Group<kRows> group_of(const Activations& activations, std::int64_t first,
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Eight rows of the panel at a time, for want of registers: the compiler keeps wider sums in memory.
 inline RegisterFloats scales_at(const std::byte* halves) {
   return reinterpret_cast<RegisterFloats>(_mm256_cvtph_ps(load<__m128i>(halves)));
 }
@@ -105,8 +104,8 @@ inline void multiply(RegisterFloats (&dots)[kRows], const std::byte* weights,
   for (int row = 0; row < kRows; ++row) dots[row] = _mm256_cvtepi32_ps(sums[row]);
 }
 
-// Group after group, so that the panel's memory is read in one direction: the sums wait in memory, where
-// they are needed once a group.
+// Group after group, so that the panel's memory is read in one direction, and in each eight rows of the
+// panel at a time, for want of registers: the sums wait in memory, where they are needed once a group.
 template <typename Kind, int kRows>
 void compute_rows(const Product& product, const Activations& activations, std::int32_t panel,
                   std::int64_t first) {

@@ -80,6 +80,11 @@ inline RegisterFloats widened_part(const void* from) {
   return reinterpret_cast<RegisterFloats>(in_words(from) << 16);
 }
 
+inline float widened(std::uint16_t number) {
+  const std::uint32_t bits = std::uint32_t{number} << 16;
+  return load<float>(&bits);
+}
+
 inline Floats widened(Halves values) {
   Floats all;
   for (std::size_t at = 0; at < sizeof(values); at += kRegisterBytes / 2) {
